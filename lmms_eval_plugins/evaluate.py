@@ -91,6 +91,10 @@ def run(plan: Plan, argv: list[str]) -> int:
                 log(job)
     unanswered = [job for job, kept in zip(pending, answers, strict=True) if kept is None]
     if unanswered := [job for job in unanswered if job.cell.task not in failures.reasons]:
+        from .report.significance import power_line
+
+        for job in {job.cell.task: job for job in unanswered}.values():
+            say(power_line(job.cell.task, job.questions))
         lm = load_model(plan.arguments, plan.needs_template)
         with settled():
             evaluate_cells(lm, unanswered, failures, log)

@@ -26,8 +26,10 @@ from kvcompress.check.promises import History
 from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.layer_budgets import list_layer_budgets
 from kvcompress.policy.make import make_policy
+from kvcompress.policy.spans import Spans
 from kvcompress.scoring.merging import MERGES
 from kvcompress.scoring.selection import ADAPTIVE
+from kvcompress.scoring.vision import vision_token_mask
 from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES
 from tests.support.in_flight import check_in_flight
@@ -69,6 +71,15 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         if rng.random() < 0.4:
             options |= {"decode_interval": rng.choice([1, 2, 5])}
             options |= rng.choice([{"decode_budget": rng.randint(1, 40)}, {"decode_ratio": rng.uniform(0.05, 1)}])
+        if rng.random() < 0.3:
+            parts = ["prompt", *(["text", "system", "question"] if images and all(images) else [])]
+            parts += [f"first:{rng.randint(1, 9)}", f"last:{rng.randint(1, 9)}", f"tokens:{rng.randint(0, 5)}-9"]
+            options |= {"protect": "+".join(rng.sample(parts, rng.choice([1, 1, 2]))), "ratio_of": "prompt"}
+            options.pop("budget", None)  # room for what is protected
+            options["ratio"] = round(rng.uniform(0.5, 1.0), 3)
+            if "decode_interval" in options:
+                options.pop("decode_budget", None)
+                options["decode_ratio"] = rng.uniform(options["ratio"], 1)
     options["first_token"] = rng.choice(["full", "full", "compressed"])
     if "decode_interval" not in options or rng.random() < 0.05:
         kinds = ["dynamic", "static", "offloaded", "offloaded_static"]
@@ -99,6 +110,25 @@ def answer(model: torch.nn.Module, inputs: dict, config: dict, forced=None) -> t
     return tokens, logits, history.kept
 
 
+def check_protected(config: dict[str, Any], model: torch.nn.Module, inputs: dict, history: dict) -> None:
+    """What `protect=` names is in every kept set, and with `prompt` nothing that was kept of the prompt leaves it."""
+    if (setting := config["options"].get("protect")) is None:
+        return
+    spans, columns = Spans.parse(setting), inputs["input_ids"].shape[1]
+    vision = vision_token_mask(model.config, inputs["input_ids"])
+    mask = spans.mask(inputs["attention_mask"].sum(1).tolist(), vision, columns, True)
+    first = history[min(history)]
+    for layers in history.values():
+        for layer, layer_at_first in zip(layers, first, strict=True):
+            for row, heads in enumerate(layer):
+                for head, head_at_first in zip(heads, layer_at_first[row], strict=True):
+                    kept = set(head.tolist())
+                    assert set(mask[row].nonzero()[:, 0].tolist()) <= kept, "a protected token was evicted"
+                    if spans.whole_prompt:
+                        of_prompt = {column for column in head_at_first.tolist() if column < columns}
+                        assert of_prompt <= kept, "a token of the prompt was evicted with the answer"
+
+
 def check(config: dict[str, Any]) -> None:
     """Raises AssertionError for a wrong result, KVCompressError where the configuration is refused."""
     family = FAMILIES[config["family"]]
@@ -106,6 +136,7 @@ def check(config: dict[str, Any]) -> None:
     inputs = family.inputs(model, config["lengths"], config["images"], config["seed"])
     tokens, logits, history = answer(model, inputs, config)
     columns = inputs["input_ids"].shape[1]
+    check_protected(config, model, inputs, history)
     exact = config["options"].get("cache_implementation") != "quantized"
 
     options = config["options"] | calibration_of(scored_by(config), model)

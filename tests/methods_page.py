@@ -22,18 +22,21 @@ FOLDER = ROOT / "docs" / "methods"
 TABLES = ROOT / "benchmarks" / "results"
 MARK = "<!-- end of the part made by `python -m tests.methods_page`; the part below is written by hand -->\n"
 
-AUTHORS, KVPRESS, FORMULA, PARTS = "authors' code", "kvpress", "formula", "its parts"
+AUTHORS, KVPRESS, FORMULA, PARTS, DRAWS = "authors' code", "kvpress", "formula", "its parts", "its draws"
+LIGHTCOMPRESS = "LightCompress"
 CHECKED_BY = {
     **dict.fromkeys(("adakv", "cake", "cam", "chunkkv", "criticalkv", "csp", "d2o", "h2o", "infinipot-v"), AUTHORS),
     **dict.fromkeys(("knorm", "kvzip", "lagkv", "look-m", "meda", "mixkv", "prefixkv", "pyramidkv", "r-kv"), AUTHORS),
     **dict.fromkeys(("snapkv", "streamingllm", "tgv-kv", "tova"), AUTHORS),
-    **dict.fromkeys(("cdpruner", "divprune", "dycoke", "evs", "fastv", "framefusion"), AUTHORS),
-    **dict.fromkeys(("prumerge+", "sparsevlm", "visionzip", "vispruner"), AUTHORS),
+    **dict.fromkeys(("cdpruner", "divprune", "dycoke", "evs", "fastv", "fastvid", "framefusion", "holitom"), AUTHORS),
+    **dict.fromkeys(("prumerge+", "pyramiddrop", "sparsevlm", "vidcom2", "visionzip", "vispruner"), AUTHORS),
     **dict.fromkeys(("compactor", "lava", "leverage", "morphkv", "non-causal-attention"), AUTHORS),
     **dict.fromkeys(("duoattention", "fastkvzip", "q-filters", "sparsemm", "triattention"), AUTHORS),
     **dict.fromkeys(("entropy-gated-chunkkv", "kvzap"), KVPRESS),
     **dict.fromkeys(("capkv", "cur", "expected-attention", "finch", "keydiff", "kvcompose"), KVPRESS),
     "adamixkv": PARTS,
+    "dart": LIGHTCOMPRESS,
+    "random-tokens": DRAWS,
     **dict.fromkeys(("aircache", "full", "hindsight", "random", "sagekv", "simlayerkv", "vl-cache", "vnorm"), FORMULA),
 }
 
@@ -44,7 +47,9 @@ the compressed cache. Brackets give the kept share if it differs from the ratio.
 CHECKS = {
     AUTHORS: "the authors' code: the entries that it keeps and merges, recorded in `tests/oracle/authors/`",
     KVPRESS: "[kvpress](https://github.com/NVIDIA/kvpress), which implements the method, in the same way",
+    LIGHTCOMPRESS: "[LightCompress](https://github.com/ModelTC/LightCompress), which has a port of the authors' code",
     FORMULA: "a plain float64 reference, written from the paper, in `tests/oracle/`",
+    DRAWS: "its draws: every token, and every pair, stays equally often",
     PARTS: "its parts: it keeps the same entries as `adakv` with the scores and options of its recipe",
 }
 
@@ -72,12 +77,14 @@ row does not depend on its batch. The column *checked by* names what also checks
 
 - *authors' code*: the entries that the authors' released functions keep and merge on the same states
   ([shares](../benchmarks/results/fidelity.md));
-- *kvpress*: the same with [kvpress](https://github.com/NVIDIA/kvpress), which implements the method;
+- *kvpress*, *LightCompress*: the same with [kvpress](https://github.com/NVIDIA/kvpress) or
+  [LightCompress](https://github.com/ModelTC/LightCompress), which implement the method;
 - *formula*: a plain float64 reference with loops, written from the paper. No code was released, or none corresponds to
   the default: `simlayerkv`'s published rule is `variant="code"`, which its authors' code checks; `full` has the logits
   of the plain model bit for bit, `random` its distribution, and `hindsight` the model's own attention weights;
 - *its parts*: it keeps the same entries as `adakv` with the scores and options of its recipe, whose parts are checked
-  as above.
+  as above;
+- *its draws*: every token, and every pair of tokens, stays equally often.
 
 Differences that all methods share: [differences.md](differences.md). Vision-language methods on any prompt:
 [vision-methods.md](vision-methods.md).

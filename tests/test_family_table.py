@@ -286,7 +286,7 @@ def test_the_lines_of_an_image_are_no_frames(name):
     assert frame_tokens(model.config, inputs["input_ids"], None) == (0,)
 
 
-@pytest.mark.parametrize("method", ["dycoke", "evs", "framefusion"])
+@pytest.mark.parametrize("method", ["dycoke", "evs", "framefusion", "vidcom2"])
 @pytest.mark.parametrize("name", ["pixtral", "glm4v", "molmo2"])
 def test_dropping_frames_is_refused_where_a_prompt_does_not_tell_them(name, method):
     if name not in ALL_FAMILIES:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,13 @@ def run(command: Path, folder: Path, *arguments: str) -> str:
     done = subprocess.run([command, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def test_the_wheel_has_what_is_compiled_where_it_runs(dist):
+    (wheel,) = dist.glob("*.whl")
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kvcompress" / "kernels").glob("*.[ch]*")}
+    assert {"kvcompress/kernels/turboquant.cpp", "kvcompress/kernels/vectors.h"} <= sources
+    assert sources <= set(zipfile.ZipFile(wheel).namelist())
 
 
 def test_the_wheel_is_what_runs(command, tmp_path):

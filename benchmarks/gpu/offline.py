@@ -61,7 +61,13 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
     """Yield all kernels that run for this head size and dtype."""
     import triton
 
-    from kvcompress.kernels import column_sums_triton, compact_triton, ragged_decode_triton
+    from kvcompress.kernels import (
+        column_sums_triton,
+        compact_triton,
+        grouped_triton,
+        ragged_decode_triton,
+        turboquant_triton,
+    )
 
     pointer, name = POINTERS[dtype], f"{str(dtype).removeprefix('torch.')}, head size {head_dim}"
     rows = {f"{of}_{what}" for of in ("query", "key") for what in ("row", "head", "column")}
@@ -87,8 +93,31 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
         fixed = {"BITS": bits, "APPENDS": appends, "GROUPS": GROUPS, **sizes, **blocks}
         of = f", {bits} bits" if bits else ", with a new token" if appends else ""
         yield Kernel(f"_attend, {name}{of}", ragged_decode_triton._attend, types, fixed, options)
+    types |= {"table": "*i64", "ends": "*i64", "recent_keys": pointer, "recent_values": pointer, "scale": pointer}
+    types |= dict.fromkeys(("blocks", "batch", "recent", "capacity"), "i32")
+    warps = options | {"num_warps": grouped_triton.WARPS}
+    for bits, is_hqq in ((4, False), (4, True), (1, True)):
+        exact = {"BITS": bits, "IS_HQQ": is_hqq, "GROUP_SIZE": 64, "KV_HEADS": 4, "GROUPS": GROUPS, **sizes, **blocks}
+        of = f"{'hqq' if is_hqq else 'quanto'}, {bits} bits"
+        yield Kernel(f"_attend_groups, {name}, {of}", grouped_triton._attend_groups, types, exact, warps)
     fixed = {"SPLITS": 32, "VALUE_DIM": head_dim, "BLOCK_VALUE_DIM": blocks["BLOCK_VALUE_DIM"]}
-    yield Kernel(f"_combine, {name}", ragged_decode_triton._combine, types, fixed, {})
+    yield Kernel(f"combine, {name}", ragged_decode_triton.combine, types, fixed, {})
+
+    block_dim, chunk = turboquant_triton.block_of(head_dim), turboquant_triton.CHUNK
+    types = {"vectors": pointer, "keys": pointer, "values": pointer, "rotated": pointer, "output": pointer}
+    types |= dict.fromkeys(
+        ("rotation", "key_rotation", "value_rotation", "key_boundaries", "value_boundaries"), "*fp32"
+    )
+    types |= {"partial": "*fp32", "maxima": "*fp32", "sums": "*fp32", "ends": "*i64", "count": "i32", "new": "i32"}
+    types |= {"packed_keys": "*u8", "packed_values": "*u8"}
+    fixed = {"DIM": head_dim, "BLOCK_DIM": block_dim, "CHUNK": chunk}
+    tile = {"BLOCK_ROWS": turboquant_triton.BLOCK_ROWS}
+    yield Kernel(f"_rotate, {name}", turboquant_triton._rotate, types, fixed | tile, {})
+    yield Kernel(f"_combine_back, {name}", turboquant_triton._combine_back, types, fixed | {"SPLITS": 32}, {})
+    fixed = {"KEY_DIM": head_dim, "VALUE_DIM": head_dim, "BLOCK_KEY_DIM": block_dim, "BLOCK_VALUE_DIM": block_dim}
+    for bits in (2, 3, 4):
+        exact = fixed | tile | {"CHUNK": chunk, "BITS": bits}
+        yield Kernel(f"_pack, {name}, {bits} bits", turboquant_triton._pack, types, exact, {})
 
     strides = [f"{of}_{what}" for of in ("key", "value") for what in ("row", "head", "column")]
     types = dict.fromkeys(("keys", "values", "kept_keys", "kept_values"), pointer) | {"indices": "*i64"}

@@ -179,7 +179,7 @@ class CompressedCache(DynamicCache):
             log, seen = memory.log, memory.seen
             check_past(attention_mask, columns, seen, [length + seen - log.columns for length in log.lengths])
         tokens = NewTokens.of(
-            self.config, self.policy.engine, is_first, batch, columns, input_ids, attention_mask, video_grid_thw
+            self.config, self.policy, is_first, batch, columns, input_ids, attention_mask, video_grid_thw
         )
         if self.policy.engine.prefill_chunk is not None or self._hides:
             tokens = tokens.following(memory.log.vision, memory.seen)

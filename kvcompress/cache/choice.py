@@ -15,7 +15,9 @@ from ..scoring.rotary import Rotary
 from ..scoring.rows import scores_of
 from ..scoring.selection import ADAPTIVE
 from ..scoring.windows import pad_columns
+from .memory import Memory, SequenceLog
 from .new_tokens import NewTokens
+from .protected import Protected
 from .scope import Candidates, States, context_of, evictable, fills_all_slots, with_budgets
 
 
@@ -42,7 +44,12 @@ class Choice:
         if policy.tokens is not None:
             return tokens.context
         if policy.engine.ratio_of == "prompt":
-            return [policy.budget(length) if length else 0 for length in tokens.context]
+            # A piece of a prompt may be mostly protected; the prompt's own budget was checked (protected.py).
+            least = tokens.protected_lengths or [0] * len(tokens.context)
+            return [
+                max(policy.budget(length), some) if length else 0
+                for length, some in zip(tokens.context, least, strict=True)
+            ]
         return [
             length - images + (policy.budget(images) if images else 0)
             for length, images in zip(tokens.context, tokens.vision_lengths, strict=True)
@@ -54,9 +61,10 @@ class Choice:
         """Return a cluster's view of a prompt."""
         device = states.keys.device
         vision = None if tokens.vision is None else tokens.vision.to(device)
-        text = None
+        protected, counts = tokens.protected, tokens.protected_lengths
         if self.policy.engine.ratio_of == "vision":
-            text = tuple(n - images for n, images in zip(tokens.context, tokens.vision_lengths, strict=True))
+            protected = ~vision
+            counts = tuple(n - images for n, images in zip(tokens.context, tokens.vision_lengths, strict=True))
         return LayerView(
             self.place,
             self.num_layers,
@@ -66,8 +74,8 @@ class Choice:
             padding=None if tokens.padding is None else tokens.padding.to(device),
             vision=vision,
             frame_tokens=tokens.frame_tokens,
-            protected=None if text is None else ~vision,
-            protected_lengths=text or (),
+            protected=None if protected is None else protected.to(device),
+            protected_lengths=counts,
             row_seeds=tokens.row_seeds,
             module=states.module,
             rotary=states.rotary,
@@ -186,15 +194,14 @@ class Choice:
     def stored_view(
         self,
         kept: Kept,
+        memory: Memory,
         seen: int,
         lengths: list[int],
         budgets: list[int],
-        row_seeds: tuple[int, ...],
         scaling: float,
         module: torch.nn.Module,
         rotary: Rotary | None,
-        merge_threshold: torch.Tensor | None,
-        noted: torch.Tensor | None,
+        noted: torch.Tensor | None = None,
         reading: bool = False,
         has_no_pads: bool = False,
         held: list[list[int]] | None = None,
@@ -203,13 +210,14 @@ class Choice:
         """Return a cluster's view of stored entries.
 
         Args:
+            memory: what lasted since earlier choices.
             has_no_pads, held: as in `Memory`.
             lengths: tokens of each row so far, evicted ones included.
             budgets: entries to keep, as a mean over the layers.
             reading: as in `StoredEntries`.
             vision: fields of `LayerView` about vision tokens.
         """
-        padding = None
+        padding, log = None, memory.log
         if held is not None:
             padding = on_device(kept.indices.shape[2] - torch.tensor(held), kept.indices.device)
         elif not has_no_pads:
@@ -221,13 +229,15 @@ class Choice:
             budgets,
             scaling,
             padding=padding,
-            row_seeds=row_seeds,
+            row_seeds=log.row_seeds,
             module=module,
             rotary=rotary,
             settings=self.settings,
             stored=StoredEntries(kept.indices, seen, tuple(lengths), reading),
-            merge_threshold=merge_threshold,
+            merge_threshold=memory.merge_threshold,
             noted=noted,
+            protected=log.protected and log.protected.among(kept.indices),
+            protected_lengths=self.protected_lengths(log),
             **vision,
         )
 
@@ -237,7 +247,7 @@ class Choice:
         queries: torch.Tensor | None,
         new: torch.Tensor | None,
         view: LayerView,
-        shares: list[list[int]] | None,
+        log: SequenceLog,
         held: list[list[int]] | None = None,
     ) -> Kept:
         """Choose among stored and newer entries.
@@ -247,7 +257,7 @@ class Choice:
             queries: the queries that the cluster scores with.
             new: the latest queries, which are not in the sums yet.
             view: the view of `kept`, see `stored_view`.
-            shares: entries that the layers kept of the latest prompt, [layer][row], if the budgets were measured.
+            log: facts about the sequence so far.
             held: as in `Memory`; None: pads are counted, which waits for the device.
 
         Returns:
@@ -264,7 +274,8 @@ class Choice:
             view = replace(view, sums=kept.sums + self._added(new, kept.keys, view))
             kept = replace(kept, sums=view.sums)
         # Layers share a row's budget by its tokens, which are the same for all, not by the entries that each holds.
-        budgets = [min(share, held) for share, held in zip(self._shares(view, shares), entries, strict=True)]
+        own = self._shares(view, log.shares, log.protected)
+        budgets = [min(share, held) for share, held in zip(own, entries, strict=True)]
         view = replace(view, lengths=entries, budgets=budgets, mean_budgets=tuple(view.budgets))
         if budgets == entries:
             if view.stored.reading:  # for decoding, even if the last chunk evicts nothing
@@ -277,13 +288,20 @@ class Choice:
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill_(result.indices < 0, -1)
         return replace(result, indices=columns, total=self._total(budgets, held), held=self._left(budgets, held))
 
-    def decode_budget(self, length: int, shares: list[list[int]] | None) -> int:
-        """Return the entries per KV head that this layer keeps of `length` tokens while decoding; `shares` as in
-        `reduce`."""
-        view = LayerView(
-            self.place, self.num_layers, [length], [self.policy.decode(length)], 1.0, settings=self.settings
-        )
-        return self._shares(view, shares)[0]
+    def decode_budget(self, length: int, log: SequenceLog) -> int:
+        """Return the entries per KV head that this layer keeps of `length` tokens while decoding, after the one row's
+        prompt in `log`."""
+        budget = self.policy.decode(length)
+        view = LayerView(self.place, self.num_layers, [length], [budget], 1.0, settings=self.settings)
+        if log.protected is not None:
+            view = replace(view, protected_lengths=self.protected_lengths(log))
+        return self._shares(view, log.shares, log.protected)[0]
+
+    def protected_lengths(self, log: SequenceLog) -> tuple[int, ...]:
+        """Return how many entries of this layer later evictions may not drop, for each row."""
+        if log.protected is None:
+            return ()
+        return tuple(log.held_of_prompt() if self.policy.protect.whole_prompt else log.protected.entries)
 
     def foretold(self, foretold: torch.Tensor | None) -> torch.Tensor:
         """Return what the cluster computed from the pass's hidden states, for a method that reads them."""
@@ -354,8 +372,17 @@ class Choice:
             sums += self.policy.cluster.observe(some, keys, replace(view, stored=replace(view.stored, seen=seen)))
         return sums
 
-    def _shares(self, view: LayerView, shares: list[list[int]] | None) -> list[int]:
-        """Return this layer's budget for each row. Shares measured in the prompt stay the same."""
+    def _shares(self, view: LayerView, shares: list[list[int]] | None, protected: Protected | None = None) -> list[int]:
+        """Return this layer's budget for each row. Shares measured in the prompt stay the same.
+
+        Of protected entries each layer keeps its own, and the layers share the rest of the budget."""
+        if protected is not None:
+            is_uniform = self.policy.chosen("layer_budget") == "uniform" and shares is None
+            means = view.protected_lengths if is_uniform else protected.entries
+            lengths = [n - some for n, some in zip(view.lengths, protected.tokens, strict=True)]
+            parts = zip(view.budgets, means, lengths, strict=True)
+            rest = replace(view, lengths=lengths, budgets=[min(n - some, most) for n, some, most in parts])
+            return [a + b for a, b in zip(view.protected_lengths, self._shares(rest, shares), strict=True)]
         if shares is None:
             rule = self.policy.layer_budget
             return view.budgets if rule.is_measured else rule.budgets(view)[self.place]

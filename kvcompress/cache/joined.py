@@ -8,6 +8,7 @@ from ..device import on_device
 from ..policy.policy import Policy
 from ..scoring.layer_view import Kept
 from .memory import Memory, SequenceLog
+from .protected import Protected
 
 
 class JoinedMemory(Memory):
@@ -48,6 +49,9 @@ class JoinedMemory(Memory):
         if logs[0].shares is not None:
             self.log.shares = [[log.shares[layer][0] for log in logs] for layer in range(len(logs[0].shares))]
         self.log.vision, self.log.has_vision = logs[0].vision, logs[0].has_vision
+        if logs[0].protected is not None:
+            self.log.protected = Protected.joined([log.protected for log in logs], seen)
+            self.log.prompt_entries = [log.held_of_prompt()[0] for log in logs]
         for name in ("merge_threshold", "noted"):
             if getattr(first, name) is not None:
                 setattr(self, name, torch.cat([getattr(memory, name) for memory in memories]))

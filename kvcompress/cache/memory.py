@@ -10,6 +10,7 @@ from ..scoring.layer_view import Kept
 from ..scoring.rotary import Rotary
 from ..scoring.windows import pad_columns
 from .new_tokens import NewTokens
+from .protected import Protected
 from .scope import joined, right_aligned
 from .storage.base import Storage
 from .storage.new import new_storage
@@ -29,6 +30,9 @@ class SequenceLog:
         vision: `NewTokens.seen_vision` so far, for a prompt in chunks or if decode steps hide entries; all layers refer
             to one tensor.
         has_vision: whether any row has a vision token.
+        protected: the tokens that `protect=` keeps from evictions after the prompt; None without it.
+        prompt_entries: how many entries of its prompts this layer holds in each row, as a mean over KV heads, rounded
+            up; None until asked for.
     """
 
     columns: int = 0
@@ -38,10 +42,12 @@ class SequenceLog:
     shares: list[list[int]] | None = None
     vision: torch.Tensor | None = None
     has_vision: bool = False
+    protected: Protected | None = None
+    prompt_entries: list[int] | None = None
 
     def add(self, tokens: NewTokens, kept: torch.Tensor) -> None:
         """Record a prompt of which `kept` entries (batch,) were stored, as a mean over KV heads."""
-        self.kept = kept if self.kept is None else self.kept + kept
+        self.kept, self.prompt_entries = kept if self.kept is None else self.kept + kept, None
         before = self.lengths or [0] * len(tokens.lengths)
         self.lengths = [a + b for a, b in zip(before, tokens.lengths, strict=True)]
         self.columns += tokens.columns
@@ -63,6 +69,13 @@ class SequenceLog:
         if self.shares is not None:
             self.shares = [[layer[row] for row in order] for layer in self.shares]
         self.vision = None if self.vision is None else self.vision[rows.to(self.vision.device)]
+        self.protected, self.prompt_entries = self.protected and self.protected.rows(rows), None
+
+    def held_of_prompt(self) -> list[int]:
+        """Return `prompt_entries`. Waits for the device, once per prompt."""
+        if self.prompt_entries is None:
+            self.prompt_entries = self.kept.ceil().int().tolist()
+        return self.prompt_entries
 
 
 class Memory:
@@ -162,6 +175,8 @@ class Memory:
         """Start a new prompt, after its attention: what was kept for evictions from the previous answer is dropped."""
         self.log.vision = tokens.seen_vision
         self.log.has_vision = self.log.has_vision or any(tokens.vision_lengths)
+        if tokens.lasting is not None:
+            self.log.protected = tokens.lasting.after(self.log.protected, self.seen)
         self.decoded, self.latest_queries, self.attended = 0, [], None
 
     def settle(self, tokens: NewTokens, kept: Kept) -> None:
@@ -243,7 +258,7 @@ class Memory:
             last = kept.indices == seen - 1
             self.put(right_aligned(replace(kept, indices=kept.indices.masked_fill(last, -1))), seen - 1)
         # The token that is fed again is stored in every head, whether the cluster had kept it or not.
-        self.log.kept = self.log.kept + 1 - last.any(2).float().mean(1)
+        self.log.kept, self.log.prompt_entries = self.log.kept + 1 - last.any(2).float().mean(1), None
         self.latest_queries = [queries[:, :, :-1] for queries in self.latest_queries]
 
     @torch.inference_mode(False)

@@ -10,8 +10,10 @@ from transformers import PreTrainedConfig
 from ..device import fetched, on_device
 from ..errors import KVCompressError
 from ..policy.options import Engine
+from ..policy.policy import Policy
 from ..scoring.vision import frame_tokens, vision_token_mask
 from ..scoring.windows import pad_columns
+from .protected import Protected, protected_tokens
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,10 @@ class NewTokens:
         frame_tokens: vision tokens per frame of each row, 0 if unknown, see `scoring.vision.frame_tokens`.
         source: if tokens were dropped before a layer, LongTensor (batch, left), the columns that reach the layer, -1
             where a row has fewer (`padding` then counts those).
+        protected: bool (batch, columns), True at the tokens that `protect=` keeps from the choice among the prompt's
+            entries; None without it.
+        protected_lengths: how many of each row's context; empty without it.
+        lasting: what `protect=` keeps from later evictions; None without it.
         seen_vision: for a prompt in chunks, `vision` for all columns so far, these included: bool (batch, seen); None
             if unknown.
     """
@@ -42,6 +48,9 @@ class NewTokens:
     row_seeds: tuple[int, ...]
     frame_tokens: tuple[int, ...] = ()
     source: torch.Tensor | None = None
+    protected: torch.Tensor | None = None
+    protected_lengths: tuple[int, ...] = ()
+    lasting: Protected | None = None
     seen_vision: torch.Tensor | None = None
 
     def columns_from(self, start: int, stop: int) -> "NewTokens":
@@ -56,6 +65,7 @@ class NewTokens:
         if seen is not None:
             seen = seen[:, : seen.shape[1] - self.columns + stop]
         padding = None if not any(pads) else on_device(pads, self.padding.device)[:, None]
+        protected = None if self.protected is None else self.protected[:, start:stop]
         return replace(
             self,
             columns=stop - start,
@@ -65,6 +75,9 @@ class NewTokens:
             vision_lengths=counts,
             context=lengths,
             seen_vision=seen,
+            protected=protected,
+            protected_lengths=() if protected is None else tuple(protected.sum(1).tolist()),
+            lasting=self.lasting and self.lasting.piece(start, stop),
         )
 
     def following(self, before: torch.Tensor | None, seen: int) -> "NewTokens":
@@ -91,7 +104,7 @@ class NewTokens:
     def of(
         cls,
         config: PreTrainedConfig,
-        engine: Engine,
+        policy: Policy,
         is_first: bool,
         batch: int,
         columns: int,
@@ -107,7 +120,7 @@ class NewTokens:
             attention_mask: the 2-D padding mask (batch, at least columns), or None.
             video_grid_thw: frames, height and width in patches of the videos, (videos, 3), or None.
         """
-        mask = _padding_mask(attention_mask, columns)
+        engine, mask = policy.engine, _padding_mask(attention_mask, columns)
         ids, real, grid = fetched(input_ids, mask, video_grid_thw)
         lengths = [columns] * batch if real is None else real.sum(1).tolist()
         padding = None
@@ -125,11 +138,13 @@ class NewTokens:
         elif engine.ratio_of == "vision" or (engine.scope == "context" and engine.context_tokens is None):
             raise KVCompressError("ratio_of='vision' and scope='context' need input_ids to find images and videos")
         context = _context_lengths(engine, is_first, lengths, vision)
+        place = next((each.device for each in (input_ids, attention_mask) if isinstance(each, torch.Tensor)), None)
+        protected = protected_tokens(policy, lengths, context, vision, columns, is_first, place or torch.device("cpu"))
         if vision is not None:
             ends = torch.tensor([columns - n + m for n, m in zip(lengths, context, strict=True)])
             vision_lengths = (vision & (torch.arange(columns) < ends[:, None])).sum(1).tolist()
             vision = on_device(vision, input_ids.device)
-        return cls(columns, lengths, padding, vision, vision_lengths, context, seeds, frames)
+        return cls(columns, lengths, padding, vision, vision_lengths, context, seeds, frames, **protected)
 
 
 def check_past(mask: object, columns: int, seen: int, real: list[int]) -> None:

@@ -124,20 +124,19 @@ def evict(
     rotary = memory.rotary if choice.policy.moves_keys else rotary
     view = choice.stored_view(
         kept,
+        memory,
         seen,
         lengths,
         budgets,
-        log.row_seeds,
         scaling,
         module,
         rotary,
-        memory.merge_threshold,
         memory.noted,
         has_no_pads=memory.has_no_pads,
         held=held,
     )
     voters = None if queries is None else choice.voters(queries)
-    memory.reduce_to(kept, choice.reduce(kept, voters, new, view, log.shares, held), seen)
+    memory.reduce_to(kept, choice.reduce(kept, voters, new, view, log, held), seen)
     memory.decoded = 0
 
 
@@ -247,7 +246,11 @@ class LaterChunk(Prefill):
         log.join(tokens, self.first)
         if choice.policy.decode is not None:
             memory.remember(choice.latest(queries, states.rotary, tokens.padding))
-        budgets = [choice.policy.budget(length) if length else 0 for length in log.lengths]
+        least = [0] * len(log.lengths) if log.protected is None else log.protected.entries
+        budgets = [
+            max(choice.policy.budget(length), some) if length else 0
+            for length, some in zip(log.lengths, least, strict=True)
+        ]
         is_unscored = choice.policy.decode is None and not choice.policy.carries_sums
         if is_unscored and budgets == log.lengths and memory.is_whole:
             memory.settle_whole(tokens, keys, values, None)
@@ -264,22 +267,20 @@ class LaterChunk(Prefill):
         both = both if has_no_pads else right_aligned(both)
         view = choice.stored_view(
             both,
+            memory,
             seen,
             log.lengths,
             budgets,
-            log.row_seeds,
             states.scaling,
             states.module,
             rotary,
-            memory.merge_threshold,
-            None,
             reading=True,
             has_no_pads=has_no_pads,
             **tokens.vision_among(both.indices),
         )
         # A cluster takes statistics of unrotated queries: of the whole chunk, as in a first chunk.
         voters = queries if choice.policy.cluster.unrotated_queries else choice.voters(queries)
-        reduced = choice.reduce(both, voters, queries, view, log.shares)
+        reduced = choice.reduce(both, voters, queries, view, log)
         if reduced.indices is not both.indices:
             memory.merge_threshold = reduced.merge_threshold
         memory.noted = reduced.noted

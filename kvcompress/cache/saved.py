@@ -27,6 +27,7 @@ from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
 from ..version import __version__
 from .memory import SequenceLog
+from .protected import Protected
 from .storage.base import Storage
 from .storage.dense import DenseStorage
 from .storage.offloaded import OffloadedStorage
@@ -41,7 +42,7 @@ KEY = "kvcompress_cache"
 STORAGES = (DenseStorage, RaggedStorage, StaticStorage, QuantizedStorage, TurboQuantStorage, ThinKStorage)
 STORAGES += (OffloadedStorage,)
 KINDS = {kind.__name__: kind for storage in STORAGES for kind in (storage, *storage.parts)}
-KINDS |= {kind.__name__: kind for kind in (Rotary, SequenceLog)}
+KINDS |= {kind.__name__: kind for kind in (Protected, Rotary, SequenceLog)}
 CPU = torch.device("cpu")
 
 

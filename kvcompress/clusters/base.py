@@ -139,7 +139,7 @@ class KVCluster(Method):
         if view.protected is not None:
             # Entries that must stay come before those that the method itself protects, such as its window.
             scores = scores.clamp(max=torch.finfo(scores.dtype).max)
-            scores = scores.masked_fill(view.protected[:, None], float("inf"))
+            scores = scores.masked_fill(view.protected_by_head, float("inf"))
         return scores
 
     prepared = final_scores  # the name up to version 0.1; `super().prepared(...)` still works

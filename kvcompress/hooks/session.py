@@ -90,7 +90,7 @@ def compress(
     if options.get("calibration") is not None:
         CompressedCache(writing_part(inner).config, **new_cache)  # raises at once if the file is another model's
     tokens = policy.tokens
-    tower = TowerRecorder(inner, tokens) if tokens is not None and tokens.sees == "tower" else None
+    tower = TowerRecorder(inner, tokens) if tokens is not None and tokens.watches_tower else None
     return Session(model, new_cache, tower, prefix_cache)
 
 

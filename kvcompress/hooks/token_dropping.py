@@ -11,7 +11,6 @@ columns that it dropped, masked like pads.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -59,11 +58,11 @@ def prune(
     pruning = Pruning(base, cache)
     if not pruning.is_needed:
         return []
-    watch = {"tower": tower, "frames": frames}.get(cache.policy.tokens.sees)
-    if watch is not None:  # images are already encoded when the first decoder layer runs
-        pruning.look = partial(watch.take, input_ids)
-    elif cache.policy.tokens.sees == "tower":
+    watches = {"tower": [tower], "frames": [frames], "video": [tower, frames]}.get(cache.policy.tokens.sees, [])
+    if None in watches:
         raise KVCompressError(f"method {method!r} works inside kvcompress.compress(...), not attach(...)")
+    # Images are already encoded when the first decoder layer runs.
+    pruning.look = lambda: {name: seen for watch in watches for name, seen in watch.take(input_ids).items()}
     return pruning.attach(layers)
 
 
@@ -113,8 +112,9 @@ class Pruning:
         return handles
 
     def _tokens(self, **known: Any) -> Tokens:
-        so_far = {"prepared": self.prepared, "counts": self.left, "num_layers": len(self.cache.layers)}
-        return Tokens(self.vision, self.padding, **so_far, **self.sight, **known)
+        so_far = {"prepared": self.prepared, "counts": self.left}
+        prompt = {"num_layers": len(self.cache.layers), "row_seeds": self.whole.row_seeds}
+        return Tokens(self.vision, self.padding, **so_far, **prompt, **self.sight, **known)
 
     def _prepare(self, layer: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]

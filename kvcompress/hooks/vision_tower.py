@@ -3,11 +3,13 @@
 `generate` may encode images before it calls the model, so the recorder runs from the start of a session.
 """
 
+import inspect
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -17,6 +19,7 @@ from ..tokens.base import TokenMethod, Tower
 from .replacement import Replacement, wrapped
 
 FAMILIES = ("llava", "llava_next", "llava_onevision")  # an image token is a patch of the tower, or a mean of some
+VIDEO_FAMILIES = ("llava_onevision",)
 
 
 class TowerRecorder:
@@ -30,10 +33,11 @@ class TowerRecorder:
         """Find the tower's layer `method.tower_layer`. Raises KVCompressError if the tower is not accessible."""
         layer = method.tower_layer
         kind = "pixtral" if writes_lines(model.config) else model.config.model_type
-        if kind not in FAMILIES:
+        families, shown = (VIDEO_FAMILIES, " to videos") if method.sees == "video" else (FAMILIES, "")
+        if kind not in families:
             raise KVCompressError(
-                f"there is no access to the vision tower's attention of a {kind} model; "
-                f"there is for {', '.join(FAMILIES)}"
+                f"there is no access to the vision tower's attention{shown} of a {kind} model; "
+                f"there is for {', '.join(families)}"
             )
         self.model = model.base_model
         attentions = [
@@ -53,6 +57,8 @@ class TowerRecorder:
             self.model.vision_tower.register_forward_hook(self._encoded),
             self.model.multi_modal_projector.register_forward_hook(self._projected),
         ]
+        if self.method.sees == "video":
+            handles.append(wrapped(self.model, "get_video_features", self._encoding_videos))
         if hasattr(self.model, "pack_image_features"):
             handles.append(wrapped(self.model, "pack_image_features", self._packing))
         return handles
@@ -64,9 +70,10 @@ class TowerRecorder:
         tokens, given = int(images.sum()), 0 if packed is None else sum(packed.lengths)
         beams = tokens // given if given else 0
         if not beams or tokens != given * beams:
+            needed = "a video (no images)" if self.method.sees == "video" else "images (no video)"
             raise KVCompressError(
                 f"the prompt has {tokens} vision tokens and the vision tower encoded images for {given}: the method "
-                "needs images (no video), encoded in the same kvcompress.compress(...)"
+                f"needs {needed}, encoded in the same kvcompress.compress(...)"
             )
         first = images[::beams]
 
@@ -117,6 +124,19 @@ class TowerRecorder:
 
         self.packed = self.packed.packed_by(packed, counts)
         return pack(features, *args, **kwargs)
+
+    def _encoding_videos(self, encode: Callable, *args, **kwargs):
+        """Pool the numbers as the model pools the features; the newline after a video receives no attention."""
+        given = inspect.signature(encode).bind(*args, **kwargs).arguments
+        videos, frames = next(iter(given.values())).shape[:2]  # of the pixels, an argument that was renamed
+        output = encode(*args, **kwargs)
+
+        def pooled(numbers: torch.Tensor, newline: float) -> list[torch.Tensor]:
+            tokens = self.model.apply_pooling(numbers).reshape(videos, -1, numbers.shape[-1])
+            return list(F.pad(tokens, (0, 0, 0, 1), value=newline))
+
+        self.packed = self.packed.packed_by(pooled, [frames] * videos)
+        return output
 
 
 @dataclass(frozen=True)

@@ -79,12 +79,12 @@ class Quantized:
 
 def _quanto(rows: torch.Tensor, bits: int) -> list[torch.Tensor]:
     """Packed numbers, scale and shift, (rows, 1) each."""
-    from optimum.quanto import MaxOptimizer, qint2, qint4, quantize_weight
+    from optimum.quanto import MaxOptimizer, qint2, qint4
+    from optimum.quanto.tensor.packed import pack_weights
 
-    qtype = {2: qint2, 4: qint4}[bits]
-    scale, shift = MaxOptimizer()(rows, qtype, 0, None)
-    packed = quantize_weight(rows, qtype, 0, scale, shift, None)
-    return [packed._data._data, packed._scale, packed._shift]
+    scale, shift = MaxOptimizer()(rows, {2: qint2, 4: qint4}[bits], 0, None)
+    codes = torch.ops.quanto.quantize_affine(rows, bits, 0, None, scale, shift)
+    return [pack_weights(codes, bits), scale, shift]
 
 
 def _from_quanto(tensors: list[torch.Tensor], bits: int, group_size: int, dtype: torch.dtype) -> torch.Tensor:

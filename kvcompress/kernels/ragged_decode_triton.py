@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .turboquant import TurboQuant
+from .turboquant_triton import combine_back_triton, rotate_triton
 
 MOST_KEYS = 64  # of a block
 BLOCK_BYTES = 16384  # of a block of keys; the kernel then needs at most 83 KB of shared memory (fp32, sm_80)
@@ -44,11 +45,11 @@ def ragged_decode_triton(
     dims = keys.shape[1], values.shape[1]
     if codecs is not None:
         dims = codecs[0].dim, codecs[1].dim
-        query = codecs[0].rotate(query)
+        query = rotate_triton(query, codecs[0])
     segments, (key_dim, value_dim) = starts.numel(), dims
     groups = query.shape[1] // starts.shape[1]
     blocks = blocks_of(*dims, query.dtype, codecs is not None)
-    splits = splits or _splits(segments, triton.cdiv(longest, blocks["BLOCK_KEYS"]), query.device)
+    splits = splits or splits_of(segments, triton.cdiv(longest, blocks["BLOCK_KEYS"]), query.device)
     query = query.contiguous()
     output = query.new_empty(*query.shape[:3], value_dim)
     partial = torch.empty(segments * groups, splits, value_dim, device=query.device, dtype=torch.float32)
@@ -77,9 +78,12 @@ def ragged_decode_triton(
             BLOCK_GROUPS=max(16, triton.next_power_of_2(groups)),
             **blocks,
         )
+        if codecs is not None:
+            combine_back_triton(partial, maxima, sums, codecs[1], output)
+            return output
         of_value = {"VALUE_DIM": value_dim, "BLOCK_VALUE_DIM": blocks["BLOCK_VALUE_DIM"]}
-        _combine[(segments * groups,)](partial, maxima, sums, output, SPLITS=splits, **of_value)
-    return output if codecs is None else codecs[1].rotate_back(output)
+        combine[(segments * groups,)](partial, maxima, sums, output, SPLITS=splits, **of_value)
+    return output
 
 
 def blocks_of(key_dim: int, value_dim: int, dtype: torch.dtype, is_packed: bool) -> dict[str, int]:
@@ -96,7 +100,7 @@ def blocks_of(key_dim: int, value_dim: int, dtype: torch.dtype, is_packed: bool)
     }
 
 
-def _splits(segments: int, blocks: int, device: torch.device) -> int:
+def splits_of(segments: int, blocks: int, device: torch.device) -> int:
     """Enough programs for every processor, but hardly more than the longest segment has `blocks`; a power of 2, so that
     growing segments compile few kernels."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -111,17 +115,30 @@ def _vectors(stored, codebook, at, dim, is_entry, is_dim, BITS: tl.constexpr, DI
     if BITS == 0:
         vectors = tl.load(stored + at * DIM + dim, mask=is_entry & is_dim, other=0.0)
     else:
-        plane: tl.constexpr = (DIM + 7) // 8
-        row = stored + at * (BITS * plane + 2)
-        code = tl.load(row + dim // 8, mask=is_entry & is_dim, other=0).to(tl.int32) >> (dim % 8) & 1
-        for bit in tl.static_range(1, BITS):
-            byte = tl.load(row + bit * plane + dim // 8, mask=is_entry & is_dim, other=0).to(tl.int32)
-            code = code | (byte >> (dim % 8) & 1) << bit
-        low = tl.load(row + BITS * plane, mask=is_entry, other=0).to(tl.int16)
-        high = tl.load(row + BITS * plane + 1, mask=is_entry, other=0).to(tl.int16)
+        eights: tl.constexpr = (DIM + 7) // 8
+        width: tl.constexpr = 2 if BITS == 3 else BITS  # of the first string of bits
+        row = stored + at * (BITS * eights + 2)
+        string = tl.load(row + dim * width // 8, mask=is_entry & is_dim, other=0).to(tl.int32)
+        code = string >> (dim * width % 8) & (2**width - 1)
+        if BITS == 3:
+            high = tl.load(row + 2 * eights + dim // 8, mask=is_entry & is_dim, other=0).to(tl.int32)
+            code = code | (high >> (dim % 8) & 1) << 2
+        low = tl.load(row + BITS * eights, mask=is_entry, other=0).to(tl.int16)
+        high = tl.load(row + BITS * eights + 1, mask=is_entry, other=0).to(tl.int16)
         norm = (low | high << 8).to(tl.float16, bitcast=True)
         vectors = tl.where(is_dim, tl.load(codebook + code) * norm.to(tl.float32), 0.0)
     return vectors
+
+
+@triton.jit
+def attended(q, k, v, is_entry, scaling, maximum, total, output):
+    """The maxima and sums of a softmax over more keys, (key_dim, keys), and the output, not yet divided by the sums."""
+    logits = tl.where(is_entry, tl.dot(q, k, input_precision="ieee") * scaling, float("-inf"))
+    higher = tl.maximum(maximum, tl.max(logits, 1))
+    weights = tl.exp(logits - higher[:, None])
+    shrink = tl.exp(maximum - higher)
+    output = output * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return higher, total * shrink + tl.sum(weights, 1), output
 
 
 @triton.jit
@@ -174,17 +191,11 @@ def _attend(
         k = _vectors(
             keys, key_codebook, at[None, :], key_dim[:, None], is_entry[None, :], is_key_dim[:, None], BITS, KEY_DIM
         ).to(q.dtype)
-        logits = tl.where(is_entry, tl.dot(q, k, input_precision="ieee") * scaling, float("-inf"))
-        higher = tl.maximum(maximum, tl.max(logits, 1))
-        weights = tl.exp(logits - higher[:, None])
-        shrink = tl.exp(maximum - higher)
         v = _vectors(
             values, value_codebook, at[:, None], value_dim[None, :], is_entry[:, None], is_value_dim[None, :], BITS,
             VALUE_DIM,
         ).to(q.dtype)  # fmt: skip
-        output = output * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total = total * shrink + tl.sum(weights, 1)
-        maximum = higher
+        maximum, total, output = attended(q, k, v, is_entry, scaling, maximum, total, output)
 
     if APPENDS:  # noqa: SIM102, of which one is known to the compiler
         if split == 0:  # nobody reads the new entry from the buffer
@@ -206,7 +217,7 @@ def _attend(
 
 
 @triton.jit
-def _combine(
+def combine(
     partial,  # (rows, SPLITS, VALUE_DIM)
     maxima,  # (rows, SPLITS), -inf where a part had no keys
     sums,  # (rows, SPLITS)

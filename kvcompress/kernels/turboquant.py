@@ -13,21 +13,26 @@ from functools import cache
 import numpy as np
 import torch
 
-BITS = (2, 3, 4)
+STRINGS = {2: (2, 0), 3: (2, 1), 4: (4, 0)}  # the bits of a code in its first string and in its second
+BITS = tuple(STRINGS)
 NORM_BYTES = 2  # a norm is stored in fp16
 SEED = 0  # of the rotation
-CODES_PER_BYTE = 8  # of each bit of the codes
+CODES_PER_BYTE = 8  # of each bit of the codes: a string has whole bytes for every eight numbers
 GRID = 40_001  # points of [-1, 1] at which the distribution is known
 TOLERANCE = 1e-9  # of a codebook's numbers
 
 
 class TurboQuant:
-    """Packs vectors of `dim` numbers into bytes: each bit of all codes in turn, then the norm.
+    """Packs vectors of `dim` numbers into bytes: the codes, then the norm.
+
+    Codes are a string of bits, those of the first number lowest in the first byte. Codes of three bits are two such
+    strings: of their two low bits, then of their high bit. A string has whole bytes for every eight numbers.
 
     Attributes:
         nbytes: of a packed vector.
         rotation: fp32 (dim, dim), orthogonal.
         codebook: fp32 (2 ** bits,), ascending.
+        boundaries: fp32 (2 ** bits - 1,), halfway between two of its numbers.
     """
 
     def __init__(self, dim: int, bits: int, device: torch.device):
@@ -36,36 +41,29 @@ class TurboQuant:
         self.nbytes = self.code_bytes + NORM_BYTES
         self.rotation = rotation(dim).to(device)
         self.codebook = codebook(dim, bits).to(device)
-        self._boundaries = (self.codebook[1:] + self.codebook[:-1]) / 2
-        self._shifts = torch.arange(CODES_PER_BYTE, dtype=torch.uint8, device=device)
-        self._planes = torch.arange(bits, dtype=torch.uint8, device=device)[:, None, None]
-        # byte -> its bits, lowest first, each in a byte of an int64
-        bits = torch.arange(256, dtype=torch.uint8, device=device)[:, None] >> self._shifts & 1
-        self._spread = bits.contiguous().view(torch.int64).flatten()
+        self.boundaries = (self.codebook[1:] + self.codebook[:-1]) / 2
+        low, high = STRINGS[bits]
+        self._strings = [_BitString(low, 0, device), *([_BitString(high, low, device)] if high else [])]
 
     def pack(self, vectors: torch.Tensor) -> torch.Tensor:
         """(..., dim) -> uint8 (..., nbytes)."""
         vectors = vectors.float()
         norms = vectors.norm(dim=-1, keepdim=True)
         unit = vectors / norms.clamp(min=torch.finfo(torch.float32).tiny)
-        codes = torch.bucketize(self.rotate(unit), self._boundaries, out_int32=True).to(torch.uint8)
-        codes = torch.nn.functional.pad(codes, (0, -self.dim % CODES_PER_BYTE)).unflatten(-1, (-1, CODES_PER_BYTE))
-        planes = ((codes.unsqueeze(-3) >> self._planes & 1) << self._shifts).sum(-1, dtype=torch.uint8).flatten(-2)
+        codes = torch.bucketize(self.rotate(unit), self.boundaries, out_int32=True).to(torch.uint8)
+        codes = torch.nn.functional.pad(codes, (0, -self.dim % CODES_PER_BYTE))
         stored = norms.clamp(max=torch.finfo(torch.float16).max).to(torch.float16).contiguous().view(torch.uint8)
-        return torch.cat([planes, stored], dim=-1)
+        return torch.cat([*(string.pack(codes) for string in self._strings), stored], dim=-1)
 
     def unpack(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """uint8 (..., nbytes) -> (..., dim), still rotated."""
-        planes = packed[..., : self.code_bytes].unflatten(-1, (self.bits, -1))
-        spread = self._spread.index_select(0, planes.flatten().int()).view(planes.shape)
-        eight = spread[..., 0, :]  # codes in each number
-        for bit in range(1, self.bits):
-            eight = eight | spread[..., bit, :] << bit
-        norms = packed[..., self.code_bytes :].contiguous().view(torch.float16)
-        codes = eight.contiguous().view(torch.uint8)[..., : self.dim]
+        *strings, norms = packed.split([*(self.code_bytes // self.bits * each.bits for each in self._strings), 2], -1)
+        parts = [string.unpack(part) for string, part in zip(self._strings, strings, strict=True)]
+        codes = sum(parts[1:], start=parts[0])[..., : self.dim]
         # On a CPU ten times as fast as indexing.
         units = self.codebook.to(dtype).index_select(0, codes.flatten().int()).view(codes.shape)
-        return units * norms.to(dtype)
+        norms = norms.clone(memory_format=torch.contiguous_format)  # a view may begin at an odd byte
+        return units * norms.view(torch.float16).to(dtype)
 
     def rotate(self, vectors: torch.Tensor) -> torch.Tensor:
         """(..., dim), in its dtype."""
@@ -74,6 +72,23 @@ class TurboQuant:
     def rotate_back(self, vectors: torch.Tensor) -> torch.Tensor:
         """The inverse of `rotate`."""
         return (vectors.float() @ self.rotation).to(vectors.dtype)
+
+
+class _BitString:
+    """`bits` bits of each code, from the bit `first` on; a string has 1, 2 or 4 of each."""
+
+    def __init__(self, bits: int, first: int, device: torch.device):
+        self.bits, self.first = bits, first
+        self.shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
+
+    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+        """uint8 (..., numbers) -> uint8 (..., numbers * bits / 8)."""
+        part = (codes >> self.first) & (2**self.bits - 1)
+        return (part.unflatten(-1, (-1, len(self.shifts))) << self.shifts).sum(-1, dtype=torch.uint8)
+
+    def unpack(self, string: torch.Tensor) -> torch.Tensor:
+        """The inverse of `pack`, with zeros for the other bits."""
+        return ((string.unsqueeze(-1) >> self.shifts & (2**self.bits - 1)) << self.first).flatten(-2)
 
 
 @cache
@@ -87,7 +102,7 @@ def rotation(dim: int) -> torch.Tensor:
     """A random orthogonal matrix (dim, dim), evenly distributed over all of them, fp32; the same for each `dim`."""
     gaussian = torch.randn(dim, dim, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
     q, r = torch.linalg.qr(gaussian)
-    return (q * r.diagonal().sign()).float()
+    return (q * r.diagonal().sign()).float().contiguous()
 
 
 @cache

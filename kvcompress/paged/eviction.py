@@ -196,7 +196,7 @@ class Eviction:
             return
         if request.tokens is None:
             ids = torch.tensor([request.prompt])
-            request.tokens = NewTokens.of(self._config, self.policy.engine, True, 1, len(request.prompt), ids, None)
+            request.tokens = NewTokens.of(self._config, self.policy, True, 1, len(request.prompt), ids, None)
         prefill = Prefill(choice, layer.memory, request.tokens, None)
         prefill.update(*self._read_pages(choice, reading.slots[None]))
         asked, layer.queries = torch.cat(layer.queries, dim=2) if layer.queries else None, []

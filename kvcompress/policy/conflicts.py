@@ -112,6 +112,12 @@ CONFLICTS = (
         "it is measured in the whole prompt",
         lambda policy: policy.layer_budget.is_measured,
     ),
+    Conflict(
+        PREFILL_CHUNK,
+        "protect",
+        "a chunk does not know what will be kept of the prompt",
+        lambda policy: policy.protect is not None and policy.protect.whole_prompt,
+    ),
     Conflict(PREFILL_CHUNK, "positions", "it moves the keys of one prompt", lambda policy: policy.moves_keys),
     Conflict(
         TENSOR_PARALLEL,
@@ -155,6 +161,7 @@ CONFLICTS = (
     Conflict(PAGES, "positions", "keys would have to be rotated again", lambda policy: policy.moves_keys),
     Conflict(PAGES, "scope", "a request does not say where its question begins"),
     Conflict(PAGES, "ratio_of", "requests are text"),
+    Conflict(PAGES, "protect", "pages are planned without a prompt's protected tokens"),
     Conflict(PAGES, "first_token", "the scheduler feeds no token twice"),
     Conflict(PAGES, "prefill_chunk", "the scheduler chooses the chunks"),
     Conflict(PAGES, "cache_implementation", "the pages are the storage"),

@@ -72,6 +72,8 @@ def make_policy(
     if engine.decode_budget is not None and engine.decode_ratio is not None:
         raise KVCompressError("give either decode_budget= or decode_ratio=, not both")
     _check_parts(policy, info, scored_by)
+    if policy.protect is not None and engine.ratio_of == "vision":
+        raise KVCompressError("ratio_of='vision' evicts no text, so protect= needs ratio_of='prompt'")
     if engine.context_tokens is not None and engine.scope != "context":
         raise KVCompressError(f"context_tokens={engine.context_tokens} needs scope='context'")
     _check_storage(engine, [name for name in STORAGE_OPTIONS if getattr(engine, name) != getattr(Engine, name)])

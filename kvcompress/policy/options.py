@@ -40,6 +40,8 @@ class Engine:
             all but that many.
         ratio_of: what the ratio or budget refers to. `prompt`: all entries in the scope; `vision`: image and video
             tokens; only these are evicted, text is kept.
+        protect: tokens of the prompt that stay, inside the budget: `prompt`, `system`, `question`, `text`, `first:N`,
+            `last:N`, `tokens:A-B`, joined by `+` (policy/spans.py). None: none but those that the method itself keeps.
         first_token: `full`: the answer's first token comes from the prefill, which attends to everything (as in all
             comparable projects); `compressed`: the last prompt token is fed again on the compressed cache.
         prefill_chunk: the most prompt tokens that pass through the language model at once. After each chunk, everything
@@ -70,6 +72,7 @@ class Engine:
     scope: Literal["prompt", "context"] = "prompt"
     context_tokens: int | None = None
     ratio_of: Literal["prompt", "vision"] = "prompt"
+    protect: str | None = None
     first_token: Literal["full", "compressed"] = "full"
     prefill_chunk: PositiveInt | None = None
     decode_budget: PositiveInt | None = None

@@ -9,6 +9,7 @@ from ..methods import method_info
 from ..scoring.budget import Budget
 from ..tokens.base import TokenMethod
 from .options import PRESCRIBED, Engine, all_options
+from .spans import Spans
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class Policy:
         if isinstance(self.cluster, cls):
             return self.cluster.of_variant(name)
         return getattr(cls, name, getattr(KVCluster, name))  # another method scores: its variant is not this one's
+
+    @property
+    def protect(self) -> Spans | None:
+        """The prompt's tokens that must stay."""
+        return None if self.engine.protect is None else Spans.parse(self.engine.protect)
 
     @property
     def head_budget(self) -> str:

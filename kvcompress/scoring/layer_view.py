@@ -76,7 +76,8 @@ class LayerView:
             before each column.
         frame_tokens: vision tokens per frame of each row's video, 0 if unknown; empty if no tokens are known.
         protected: bool (batch, columns), True at columns that must stay, such as text when only vision tokens are
-            evicted.
+            evicted, or those of `protect=`. Among stored entries it is (batch, kv_heads, columns);
+            `protected_by_head` covers both.
         protected_lengths: number of protected columns of each row; empty if nothing is protected.
         row_seeds: one integer per row, a checksum of its tokens, for randomness that depends on the row, not the batch.
         module: the model's attention module, for scores that need its weights (`o_proj`).
@@ -130,6 +131,12 @@ class LayerView:
     def vision_by_head(self) -> torch.Tensor | None:
         """`vision` as (batch, 1 or kv_heads, columns)."""
         return self.vision[:, None] if self.vision is not None and self.vision.ndim == 2 else self.vision
+
+    @property
+    def protected_by_head(self) -> torch.Tensor | None:
+        """`protected` as (batch, 1 or kv_heads, columns)."""
+        is_of_rows = self.protected is not None and self.protected.ndim == 2
+        return self.protected[:, None] if is_of_rows else self.protected
 
     def rows(self, rows: torch.Tensor, first: int, columns: int) -> "LayerView":
         """Return the view of some rows (LongTensor), from the column `first` of `columns` on."""
@@ -279,7 +286,11 @@ def uniform_noise(view: LayerView, kv_heads: int, columns: int, seed: int | str)
     differs at each eviction."""
     noise = torch.zeros(len(view.lengths), kv_heads, columns)
     for row, (length, tokens) in enumerate(zip(view.lengths, view.tokens, strict=True)):
-        key = f"{seed} {view.place} {view.row_seeds[row]} {tokens}"
-        generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+        generator = generator_of(seed, view.place, view.row_seeds[row], tokens)
         noise[row, :, columns - length :] = torch.rand(kv_heads, length, generator=generator)
     return noise
+
+
+def generator_of(*parts: int | str) -> torch.Generator:
+    """Return a generator on the host whose draws depend on these parts alone, so on no device and no earlier draw."""
+    return torch.Generator().manual_seed(zlib.crc32(" ".join(map(str, parts)).encode()))

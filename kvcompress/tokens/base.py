@@ -1,5 +1,6 @@
 """`TokenMethod`, the base class of methods that choose which vision tokens the language model processes."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,11 +9,13 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn.functional as F
 
+from ..errors import KVCompressError
 from ..methods import Method
+from ..scoring.budget import allocate
 from ..scoring.selection import top_indices
-from ..scoring.windows import pad_columns
+from ..scoring.windows import pad_columns, window_attention
 
-Sees = Literal["embeddings", "attention", "tower", "frames"]
+Sees = Literal["embeddings", "attention", "tower", "frames", "video"]
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,12 @@ class Tokens:
         hidden: hidden states (batch, tokens, hidden_size) that enter the decoder layer before which tokens are dropped;
             None while the previous layer attends.
         attention: for `sees="attention"`, the queries and keys of the previous decoder layer.
-        tower: for `sees="tower"`, the states of the vision tower.
-        frames: for `sees="frames"`, [row][video]: the columns of the frames' tokens (frames, tokens).
+        tower: for `sees="tower"` and `"video"`, the states of the vision tower.
+        frames: for `sees="frames"` and `"video"`, [row][video]: the columns of the frames' tokens (frames, tokens).
         prepared: what `TokenMethod.prepare` returned, for the remaining tokens.
         counts: for each row, the number of vision tokens in the prompt and after each choice so far.
         num_layers: the model's decoder layers.
+        row_seeds: one integer per row, a checksum of its tokens, for randomness that depends on the row, not the batch.
     """
 
     vision: torch.Tensor
@@ -79,6 +83,7 @@ class Tokens:
     prepared: torch.Tensor | None = None
     counts: list[list[int]] | None = None
     num_layers: int = 0
+    row_seeds: tuple[int, ...] = ()
 
     @property
     def real(self) -> torch.Tensor:
@@ -86,6 +91,29 @@ class Tokens:
         if self.padding is None:
             return torch.ones_like(self.vision)
         return ~pad_columns(self.padding, self.vision.shape[1])[:, 0]
+
+    def last_attention(self) -> torch.Tensor:
+        """For `sees="attention"`: return the attention of the prompt's last token in the previous layer, averaged over
+        its heads: (batch, tokens) in fp32."""
+        seen = self.attention
+        weights = window_attention(seen.queries, seen.keys, 1, seen.scaling, self.padding)
+        return weights[..., 0, :].mean((1, 2))
+
+    def videos(self, method: str) -> list[list[tuple[torch.Tensor, int]]]:
+        """Return each row's videos: the columns of the frames' tokens (frames, tokens), and how many of them may stay.
+
+        Images and newlines stay and count. Raises KVCompressError, in the name of `method`, if they exceed a budget."""
+        rows = []
+        for row, (of_row, budget) in enumerate(zip(self.frames, self.budgets, strict=True)):
+            sizes, vision = [columns.numel() for columns in of_row], int(self.vision[row].sum())
+            left = budget - (vision - sum(sizes))
+            if left < 0:
+                raise KVCompressError(
+                    f"{method}: row {row} cannot keep {budget} of its {vision} vision tokens: images and the newlines "
+                    f"of videos stay, {vision - sum(sizes)} tokens"
+                )
+            rows.append(list(zip(of_row, allocate(sizes, left, max(sizes)) if sizes else [], strict=True)))
+        return rows
 
     def best(self, scores: torch.Tensor, budgets: list[int] | None = None) -> torch.Tensor:
         """Return the vision tokens with the highest scores (batch, tokens), as bool (batch, tokens).
@@ -108,7 +136,7 @@ class TokenMethod(Method, ABC):
 
     Attributes:
         sees: what the method chooses by: the prompt's `embeddings`, the `attention` of the previous decoder layer, the
-            attention of the vision `tower`, or the embeddings of a video's `frames`.
+            attention of the vision `tower`, the embeddings of a video's `frames`, or both of a `video`.
     """
 
     sees: ClassVar[Sees] = "attention"
@@ -117,6 +145,11 @@ class TokenMethod(Method, ABC):
     def sets_budgets(self) -> bool:
         """Whether the method decides how many tokens stay; the budget is then an upper bound."""
         return False
+
+    @property
+    def watches_tower(self) -> bool:
+        """Whether the method reads the vision tower."""
+        return self.sees in ("tower", "video")
 
     @abstractmethod
     def layers(self, num_layers: int) -> list[int]:
@@ -145,7 +178,7 @@ class TokenMethod(Method, ABC):
         return None
 
     def received(self, queries: torch.Tensor, keys: torch.Tensor, has_class: bool) -> torch.Tensor:
-        """For `sees="tower"`: return the attention that each patch of a tile receives, (patches,) in fp32.
+        """Return the attention that each patch of a tile receives, (patches,) in fp32, if the method `watches_tower`.
 
         `queries` and `keys` are those of the tower's layer `tower_layer`, (tokens, heads, head_dim)."""
         return received_attention(queries, keys, has_class)
@@ -173,3 +206,15 @@ def received_attention(queries: torch.Tensor, keys: torch.Tensor, has_class: boo
     asking = queries[:1] if has_class else queries
     logits = torch.einsum("qhd,khd->hqk", asking.float(), keys.float()) * queries.shape[-1] ** -0.5
     return logits.softmax(-1).mean((0, 1))[int(has_class) :]
+
+
+def at_depth(layer: int, num_layers: int) -> int:
+    """Return the decoder layer at the depth that `layer` has among 32, rounded half up; not the first."""
+    return min(max(math.floor(layer * num_layers / 32 + 0.5), 1), num_layers - 1)
+
+
+def checked_layer(method: str, layer: int, num_layers: int) -> int:
+    """Return `layer`, an option of `method`; KVCompressError if the model has no such layer."""
+    if layer >= num_layers:
+        raise KVCompressError(f"{method}: layer={layer} is not below the model's {num_layers} layers")
+    return layer

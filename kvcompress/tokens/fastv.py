@@ -6,10 +6,8 @@ from typing import ClassVar
 import torch
 from pydantic import PositiveInt
 
-from ..errors import KVCompressError
 from ..methods import register_method
-from ..scoring.windows import window_attention
-from .base import TokenMethod, Tokens
+from .base import TokenMethod, Tokens, checked_layer
 
 
 @register_method("fastv")
@@ -28,11 +26,7 @@ class FastV(TokenMethod):
     }
 
     def layers(self, num_layers: int) -> list[int]:
-        if self.layer >= num_layers:
-            raise KVCompressError(f"fastv: layer={self.layer} is not below the model's {num_layers} layers")
-        return [self.layer]
+        return [checked_layer("fastv", self.layer, num_layers)]
 
     def score(self, tokens: Tokens) -> torch.Tensor:
-        attention = tokens.attention
-        weights = window_attention(attention.queries, attention.keys, 1, attention.scaling, tokens.padding)
-        return weights[..., 0, :].mean((1, 2))
+        return tokens.last_attention()

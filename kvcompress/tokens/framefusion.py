@@ -10,7 +10,6 @@ from pydantic import Field
 
 from ..errors import KVCompressError
 from ..methods import register_method
-from ..scoring.windows import window_attention
 from .base import Sees, TokenMethod, Tokens
 
 
@@ -53,11 +52,9 @@ class FrameFusion(TokenMethod):
         return places
 
     def score(self, tokens: Tokens) -> torch.Tensor:
-        attention = tokens.attention
-        if attention is None:  # before the first layer
+        if tokens.attention is None:  # before the first layer
             return torch.zeros(tokens.vision.shape, device=tokens.vision.device)
-        weights = window_attention(attention.queries, attention.keys, 1, attention.scaling, tokens.padding)
-        return weights[..., 0, :].mean((1, 2))
+        return tokens.last_attention()
 
     def choose(self, scores: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         budgets, hidden = [], tokens.hidden

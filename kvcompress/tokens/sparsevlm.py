@@ -10,7 +10,8 @@ from pydantic import Field, PositiveInt
 from ..errors import KVCompressError
 from ..kernels.column_sums import column_sums
 from ..methods import register_method
-from .base import TokenMethod, Tokens
+from ..scoring.density import density_peaks
+from .base import TokenMethod, Tokens, at_depth
 
 # The layers (of 32) before which the released code drops tokens, by the attention of the previous layer.
 PUBLISHED_LAYERS = (3, 7, 16)
@@ -89,7 +90,7 @@ class SparseVLM(TokenMethod):
         """Map each decoder layer before which tokens are dropped to the share that is kept from there on."""
         steps = {}
         for layer, count in zip(PUBLISHED_LAYERS, self.counts, strict=True):
-            steps[min(max(math.floor(layer * num_layers / 32 + 0.5), 1), num_layers - 1)] = count
+            steps[at_depth(layer, num_layers)] = count
         return steps
 
     def _recycled(self, dropped: int) -> int:
@@ -138,31 +139,8 @@ class SparseVLM(TokenMethod):
             if clusters := budget - count:
                 columns = second[row].nonzero()[:, 0]
                 states = tokens.hidden[row, columns].float()
-                peaks, cluster = density_peaks(states, clusters)
+                peaks, cluster = density_peaks(states, clusters, clusters)
                 sums = torch.zeros(clusters, states.shape[1], device=states.device).index_add_(0, cluster, states)
                 hidden[row, columns[peaks]] = (sums / cluster.bincount(minlength=clusters)[:, None]).to(hidden.dtype)
                 chosen[row, columns[peaks]] = True
         return chosen, hidden
-
-
-def density_peaks(states: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cluster `states` (tokens, size) around `count` density peaks.
-
-    A peak is dense (by the distances to its `count` nearest tokens, utils.py:170) and far from anything denser.
-
-    Returns:
-        the peaks (count,), and the nearest peak of each token (tokens,).
-    """
-    distances = torch.cdist(states, states) / states.shape[1] ** 0.5
-    nearest = distances.topk(count, largest=False).values
-    density = nearest.square().mean(1).neg().exp()
-    # Two tokens that are each other's nearest are equally dense: the earlier one counts as denser (the released code
-    # lets noise decide).
-    density += 1e-6 * torch.linspace(1, 0, len(states), device=states.device)
-    denser = density > density[:, None]  # [i, j]: j is denser than i
-    apart = distances.masked_fill(~denser, float("inf")).amin(1)
-    apart = torch.where(apart.isinf(), distances.max(), apart)  # the densest of all
-    peaks = (apart * density).topk(count).indices
-    cluster = distances[:, peaks].argmin(1)
-    cluster[peaks] = torch.arange(count, device=states.device)
-    return peaks, cluster

@@ -34,6 +34,7 @@ class Spread(TypedDict):
 class TaskConfig(TypedDict):
     metric_list: NotRequired[list[dict[Text, Any]] | None]
     score_key: NotRequired[Text | None]
+    cluster_key: NotRequired[Text | None]
 
 
 class Sums(TypedDict):
@@ -67,6 +68,7 @@ class Measurement(TypedDict):
     tokens_out: Number
     vision_tokens: Number
     kv_bytes_prompt: Number
+    shows: NotRequired[Text]
 
 
 class Sample(TypedDict):

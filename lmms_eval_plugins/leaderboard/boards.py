@@ -9,12 +9,13 @@ from typing import Any
 import pandas as pd
 
 from ..cells.results import exact
+from ..report.against import against
 from ..report.appearance import colour, markers
-from ..report.html.data import CELL_NUMBERS, number, question_scores, same_answers
-from ..report.html.groups import Group
-from ..report.metrics import paired_bootstrap
+from ..report.html.data import CELL_NUMBERS, number, same_answers, test_data
+from ..report.html.groups import Group, question_frames
 from ..report.numbers import kept
 from ..report.short_answers import warning
+from ..report.significance import mean_interval
 from ..report.table import score_scale
 from .protocol import definition, holds_full, protocol_of, regime, variant
 from .rerun import command_of
@@ -26,12 +27,13 @@ ENVIRONMENT = ("device", "dtype", "attn_implementation", "threads", "processes",
 @dataclass
 class Row:
     """A cell of a submission with what a table needs: its row in the report's frame (see `table.sweep_frame`), its
-    protocol, and the values shown."""
+    protocol, the values shown, and its questions with those of the full cache, if it is to be compared with one."""
 
     cell: dict[str, Any]
     framed: pd.Series
     protocol: dict[str, str]
     shown: dict[str, Any]
+    pair: tuple[pd.DataFrame, pd.DataFrame] | None
 
     @property
     def question(self) -> tuple[str, str, str, int]:
@@ -43,12 +45,13 @@ def rows_of(submission: str, groups: Iterable[Group]) -> list[Row]:
     """Return all scored cells of a submission."""
     rows = []
     for group in groups:
-        scores = question_scores(group.samples, len(group.frame))
-        rows += [
-            Row(cell, group.frame.iloc[index], protocol_of(cell), _shown(submission, group, scores, index))
-            for index, cell in enumerate(group.cells)
-            if pd.notna(group.frame["score"][index])
-        ]
+        questions = question_frames(group.samples, len(group.frame))
+        for index, cell in enumerate(group.cells):
+            framed, full = group.frame.iloc[index], _full_of(group, index)
+            if pd.notna(framed["score"]):
+                pair = None if full in (None, index) else (questions[index], questions[full])
+                shown = _shown(submission, group, questions[index], index)
+                rows.append(Row(cell, framed, protocol_of(cell), shown, pair))
     return rows
 
 
@@ -92,9 +95,15 @@ def _board(
     text += f", task {of_task}" if len({other[1] for other in others}) > 1 else ""
     has_models = len({row.shown["model"] for row in rows}) > 1
     frame = pd.DataFrame([row.framed for row in rows]).reset_index(drop=True)
+    rows = sorted(rows, key=lambda row: (row.shown["method"] != "full", -row.shown["score"]))
+    tests = against([row.pair for row in rows])
     cells = [
-        {**row.shown, "series": f"{row.shown['model']}: " * has_models + row.shown["variant"]}
-        for row in sorted(rows, key=lambda row: (row.shown["method"] != "full", -row.shown["score"]))
+        {
+            **row.shown,
+            "series": f"{row.shown['model']}: " * has_models + row.shown["variant"],
+            "against": test_data(tests.iloc[place]),
+        }
+        for place, row in enumerate(rows)
     ]
     marks = markers({cell["series"]: cell["method"] for cell in cells})
     cells = [{**cell, "marker": marks[cell["series"]]} for cell in cells]
@@ -111,8 +120,8 @@ def _board(
     }
 
 
-def _shown(submission: str, group: Group, scores: list[pd.Series], index: int) -> dict[str, Any]:
-    """Return the values shown for a cell; `scores`: the question scores of each of the group's cells."""
+def _shown(submission: str, group: Group, questions: pd.DataFrame, index: int) -> dict[str, Any]:
+    """Return the values shown for a cell, whose questions are given."""
     cell, row = group.cells[index], group.frame.iloc[index]
     environment, protocol = cell.get("environment", {}), cell["protocol"]
     full = _full_of(group, index)
@@ -127,8 +136,7 @@ def _shown(submission: str, group: Group, scores: list[pd.Series], index: int) -
         "kept": kept(row["realised"], row["ratio"], row["budget"]),
         "colour": colour(row["method"]),
         **{name: number(row[name]) for name in CELL_NUMBERS},
-        "interval": _interval(scores[index], row),
-        "against_full": None if full is None else _difference(scores[index], scores[full]),
+        "interval": _interval(questions, row),
         "same": None if full is None else same_answers(group.samples, index, full),
         "samples": int(row["samples"]),
         "versions": environment.get("versions", {}),
@@ -148,20 +156,12 @@ def _full_of(group: Group, index: int) -> int | None:
     return None
 
 
-def _interval(scores: pd.Series, row: pd.Series) -> list[float] | None:
-    """Return the 95 % interval of a score by bootstrap over its questions; for a score that is not their mean, from its
+def _interval(questions: pd.DataFrame, row: pd.Series) -> list[float] | None:
+    """Return the 95 % interval of a score over its questions, clustered; for a score that is not their mean, from its
     standard error. None if it has neither."""
+    scores = questions["score"].astype(float)
     if len(scores) and math.isclose(scores.mean(skipna=False), row["score"], abs_tol=1e-6):
-        found = paired_bootstrap(scores, 0 * scores)
-        return [found.low, found.high]
+        ends = mean_interval(scores, questions["cluster"])
+        return None if ends is None else [*ends]
     error = number(row["stderr"])
     return None if error is None else [row["score"] - WITHIN * error, row["score"] + WITHIN * error]
-
-
-def _difference(own: pd.Series, full: pd.Series) -> list[float] | None:
-    """Return the score difference to the full cache on the same questions, with its 95 % interval. None if the
-    questions differ, or the metric is not a number per question."""
-    if not len(own) or not own.index.equals(full.index) or own.isna().any() or full.isna().any():
-        return None
-    found = paired_bootstrap(own, full)
-    return [found.difference, found.low, found.high]

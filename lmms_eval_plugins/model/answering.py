@@ -165,7 +165,7 @@ class Answering:
     def _watches_tower(self) -> bool:
         """Whether the method reads the vision tower, which slows it down: its times must not mix with other cells'."""
         tokens = self.compression.policy().tokens
-        return tokens is not None and tokens.sees == "tower"
+        return tokens is not None and tokens.watches_tower
 
     def known_of_tower(self, batch: Batch) -> EncodedCalls:
         """Return the vision features stored for what a batch shows."""

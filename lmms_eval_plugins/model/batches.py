@@ -34,7 +34,7 @@ class Batch:
     Attributes:
         key: digest of the prompts; equal keys mean equal inputs.
         inputs: the processor's output, on the CPU, with floats in the model's precision.
-        shows: digest of the images and videos; equal digests mean equal vision features.
+        shows: for each row, a digest of its images and videos, empty if it has none.
         prompt_pass: the stored prefill; None if there is none.
         prompts: the prompts as read, in the order of the rows; empty in a stored batch.
         media: the numbers of images and videos of each row; counted from `prompts` by default.
@@ -43,15 +43,19 @@ class Batch:
 
     key: bytes
     inputs: BatchFeature
-    shows: bytes = b""
+    shows: list[bytes] = field(default_factory=list)
     prompt_pass: PromptPass | None = None
     prompts: list[ChatPrompt] = field(default_factory=list)
     media: list[tuple[int, int]] = field(default_factory=list)
     shown: dict[int, Shown] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.shows = self.shows or self.key
         self.media = self.media or [(len(prompt.images), len(prompt.videos)) for prompt in self.prompts]
+
+    @property
+    def features(self) -> bytes:
+        """Digest of the images and videos; equal digests mean equal vision features."""
+        return b"".join(self.shows) or self.key
 
     @property
     def nbytes(self) -> int:
@@ -92,11 +96,11 @@ class BatchStore:
 
     def encoded(self, batch: Batch) -> EncodedCalls:
         """Return the stored vision features of the images and videos that a batch shows."""
-        return dict(self._encoded.get(batch.shows, {}))
+        return dict(self._encoded.get(batch.features, {}))
 
     def keep_encoded(self, batch: Batch, encoded: EncodedCalls) -> None:
         """Store vision features on the CPU, if there is room."""
-        known = self._encoded.setdefault(batch.shows, {})
+        known = self._encoded.setdefault(batch.features, {})
         new = {call: each for call, each in encoded.items() if call not in known}
         size = sum(tensor_bytes(each.output) for each in new.values())
         if size <= self.room:

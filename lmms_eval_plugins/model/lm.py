@@ -271,8 +271,7 @@ class KVCompressLM(Answerer):
         if found is None or any(map(self._has_overlay, requests)):
             prompts = [self.chat.read(chat, request.args[4]) for chat, request in zip(chats, requests, strict=True)]
         if found is None:
-            shows = b"".join(map(media_of, messages))
-            return Batch(key, self.chat.inputs(prompts), shows, prompts=prompts)
+            return Batch(key, self.chat.inputs(prompts), [*map(media_of, messages)], prompts=prompts)
         return replace(found, prompts=prompts)
 
     def _recall_key(self, requests: list[Instance], prompts: bytes) -> str | None:
@@ -359,7 +358,8 @@ class KVCompressLM(Answerer):
             self.cache_hook.add_partial("generate_until", (request.args[0], request.args[2]), text)
             if request.metadata.get("__padding_only__"):
                 continue
-            self.rows.append({**row_of(request, answers, place, batch.media[place]), "rank": self.rank, "answer": text})
+            row = row_of(request, answers, place, batch.media[place])
+            self.rows.append({**row, "shows": batch.shows[place].hex(), "rank": self.rank, "answer": text})
             if self._has_overlay(request):
                 if place not in batch.shown:
                     batch.shown[place] = Shown.of(self.model, self.chat, batch.prompts[place], answers.inputs, place)

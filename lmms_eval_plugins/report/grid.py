@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from kvcompress import KVCompressError
 
 from ..cells.errors import UsageError
 from ..cells.results import RESULTS_FILE, DamagedFile, exact, read_cell
-from .headline import Headline, by_question, headline, seconds
+from .against import MARGIN, against
+from .clusters import cluster_of
+from .headline import Headline, by_question, headline, seconds, tokens_out
 from .metrics import (
     Headroom,
     area_under_curve,
@@ -22,34 +24,39 @@ from .metrics import (
     loyalty,
     overall_generalisation,
     overall_performance,
-    paired_bootstrap,
     relative_scores,
     smallest_ratio,
     speed_up,
 )
-from .numbers import near, share
-from .table import cell_row, score_scale
+from .numbers import kept, near, share
+from .table import KEPT, cell_row, score_scale
 
 GROUP = ["task", "model", "settings"]  # only cells of one group are compared with each other
 
 
 def load_grid(
-    folders: Sequence[Path], metric: str | None = None, metric_filter: str | None = None
+    folders: Sequence[Path],
+    metric: str | None = None,
+    metric_filter: str | None = None,
+    cluster: str | None = None,
 ) -> tuple[pd.DataFrame, list[str]]:
     """Load the cells of folders (results/<task>/<model>) and compute their metrics against the full cache.
 
     Args:
         metric, metric_filter: the metric and answer filter to compare; default: the task's main ones.
+        cluster: the field that tells which questions belong together, see `cluster_of`.
 
     Returns:
         A frame with one row per cell. Its columns are those of `table.cell_row`, and `model`, `kept` (the realised
         share of the KV entries), `size` (what was requested, as text: `0.2`, `budget=64`), `full` (the full cache's
         score), `relative`, `loyalty`, `speed_up`, `questions` (see `question_frame`).
         A line for each thing left out: a damaged cell, or a set of settings without a cell of the full cache.
+        If a cell answered other questions than the full cache, `relative`, `loyalty` and `speed_up` are of those that
+        both answered.
 
     Raises:
-        UsageError: a folder without cells, or no full cache at all.
-        KVCompressError: a cell without a score, or one that answered different questions than the full cache.
+        UsageError: a folder without cells, no full cache at all, or a question without the field `cluster`.
+        KVCompressError: a cell without a score, or one that shares no question with the full cache.
     """
     rows, left_out = [], []
     for folder in folders:
@@ -68,7 +75,7 @@ def load_grid(
             row["kept"] = row["ratio"] if row["realised"] is None else row["realised"]
             row["size"] = f"budget={row['budget']}" if row["ratio"] is None else exact(row["ratio"])
             row["model"] = cell["protocol"]["model"]
-            questions = question_frame(cell, samples, headline(cell, metric, metric_filter))
+            questions = question_frame(cell, samples, headline(cell, metric, metric_filter), cluster)
             rows.append({**row, "questions": questions})
     if not rows:
         raise UsageError(left_out[0])
@@ -86,8 +93,11 @@ def load_grid(
     return pd.concat(grids, ignore_index=True), left_out
 
 
-def question_frame(cell: dict[str, Any], samples: list[dict[str, Any]], found: Headline | None) -> pd.DataFrame:
-    """Return a cell's questions with columns `answer`, `score` (NaN if the metric has none per question) and `seconds`.
+def question_frame(
+    cell: dict[str, Any], samples: list[dict[str, Any]], found: Headline | None, cluster: str | None = None
+) -> pd.DataFrame:
+    """Return a cell's questions with columns `answer`, `score` (NaN if the metric has none per question), `seconds`,
+    `tokens_out` and `cluster` (see `cluster_of`).
 
     The index is (task, doc_id), sorted.
     """
@@ -98,6 +108,8 @@ def question_frame(cell: dict[str, Any], samples: list[dict[str, Any]], found: H
             "answer": tuple(str(answer).strip() for answer in np.ravel(sample["filtered_resps"])),
             "score": score,
             "seconds": seconds(sample),
+            "tokens_out": tokens_out(sample),
+            "cluster": cluster_of(cell, sample, found, cluster),
         }
         for sample, score in by_question(cell, samples, found)
     ]
@@ -109,19 +121,22 @@ def _against_full(group: pd.DataFrame) -> pd.DataFrame:
         ["is_full", "series", "kept"], ascending=[False, True, False]
     )
     first = group.iloc[0]
-    full = first["questions"]
+    full, parts, relative, loyal, faster = first["questions"], headrooms(group), [], [], []
     for row in group.itertuples():
-        if not row.questions.index.equals(full.index):
-            raise KVCompressError(
-                f"{row.task}: {row.series} at {row.size} answered different questions than the full cache"
-            )
-    questions = group["questions"]
-    parts = headrooms(group.assign(scores=[of_cell["score"] for of_cell in questions]))
+        common = row.questions.index.intersection(full.index)
+        own, other = row.questions.loc[common], full.loc[common]
+        if own.empty:
+            raise KVCompressError(f"{row.task}: {row.series} at {row.size} shares no question with the full cache")
+        is_same = len(own) == len(row.questions) == len(full)
+        scores = (row.score, first["score"]) if is_same else (own["score"].mean(), other["score"].mean())
+        relative.append(float(relative_scores([scores[0]], [scores[1]])[0]))
+        loyal.append(loyalty(list(own["answer"]), list(other["answer"])))
+        faster.append(speed_up(own["seconds"], other["seconds"]))
     return group.drop(columns="is_full").assign(
         full=first["score"],
-        relative=relative_scores(group["score"], [first["score"]]),
-        loyalty=[loyalty(list(cell["answer"]), list(full["answer"])) for cell in questions],
-        speed_up=[speed_up(cell["seconds"], full["seconds"]) for cell in questions],
+        relative=relative,
+        loyalty=loyal,
+        speed_up=faster,
         headroom=[found.part if found else math.nan for found in parts],
         headroom_low=[found.low if found else math.nan for found in parts],
         headroom_high=[found.high if found else math.nan for found in parts],
@@ -135,8 +150,8 @@ def headrooms(cells: pd.DataFrame) -> list[Headroom | None]:
     answered different questions, or if the metric is not a number per question.
 
     Args:
-        cells: the cells of one task, model and settings, with the columns `method`, `size`, `kept` and `scores` (a
-            Series by question).
+        cells: the cells of one task, model and settings, with the columns `method`, `size`, `kept` and `questions`
+            (frames by question, with `score` and `cluster`).
     """
     rulers = {name: cells[cells["method"] == name] for name in ("random", "hindsight")}
     parts: list[Headroom | None] = []
@@ -147,17 +162,18 @@ def headrooms(cells: pd.DataFrame) -> list[Headroom | None]:
         ):
             parts.append(None)
             continue
-        scores = [row.scores, *(found["scores"].iloc[0] for found in between)]
-        is_fair = len(row.scores) > 0 and all(
-            of_cell.index.equals(row.scores.index) and of_cell.notna().all() for of_cell in scores
+        scores = [of_cell["score"] for of_cell in (row.questions, *(found["questions"].iloc[0] for found in between))]
+        is_fair = len(row.questions) > 0 and all(
+            of_cell.index.equals(row.questions.index) and of_cell.notna().all() for of_cell in scores
         )
-        parts.append(headroom(*scores) if is_fair else None)
+        parts.append(headroom(*scores, row.questions["cluster"]) if is_fair else None)
     return parts
 
 
 def curves(grid: pd.DataFrame, points: float, lowest: float | None = None) -> pd.DataFrame:
-    """Return for each series the area under its curve, its smallest ratio, and the answers per second of its fastest
-    cell that loses at most `points`, beside the full cache's. All areas of one task begin at the same share.
+    """Return for each series the area under its curve, its smallest ratio, and the answers per second and mean tokens
+    of an answer of its fastest cell that loses at most `points`, beside the full cache's. All areas of one task begin
+    at the same share.
 
     Args:
         lowest: where the areas begin; default: the smallest share that all series of the task reach. Series that keep a
@@ -169,6 +185,9 @@ def curves(grid: pd.DataFrame, points: float, lowest: float | None = None) -> pd
         everything = grid[(grid[GROUP] == list(key)).all(axis=1)]
         scale, full = score_scale(everything), everything[everything["method"] == "full"].iloc[0]
         for series, cells in group.groupby("series"):
+            timed = cells[cells["answers_per_s"].notna()]
+            speed = fastest(timed["answers_per_s"], timed["score"] * scale, full["score"] * scale, points)
+            lengths = [of_cell["tokens_out"].mean() for of_cell in timed["questions"][timed["answers_per_s"] == speed]]
             reaches = cells["kept"].min() <= start + 1e-9 and (start < 1 or lowest is not None)
             rows.append(
                 {
@@ -178,13 +197,10 @@ def curves(grid: pd.DataFrame, points: float, lowest: float | None = None) -> pd
                     "area": area_under_curve(cells["kept"], cells["relative"], start) if reaches else math.nan,
                     "points": points,
                     "smallest": smallest_ratio(cells["kept"], cells["score"] * scale, full["score"] * scale, points),
-                    "answers_per_s": fastest(
-                        cells["answers_per_s"].dropna(),
-                        (cells["score"] * scale)[cells["answers_per_s"].notna()],
-                        full["score"] * scale,
-                        points,
-                    ),
+                    "answers_per_s": speed,
+                    "tokens_out": min(lengths, default=None),
                     "full_answers_per_s": full["answers_per_s"],
+                    "full_tokens_out": full["questions"]["tokens_out"].mean(),
                 }
             )
     return pd.DataFrame(rows)
@@ -223,42 +239,59 @@ def overall(grid: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def compare(grid: pd.DataFrame, a: str, b: str, resamples: int = 10_000, seed: int = 0) -> pd.DataFrame:
-    """Compare series A with series B on the same questions, at each ratio that both have.
+def paired_tests(
+    grid: pd.DataFrame, reference: str | None = None, margin: float = MARGIN, only: str | None = None
+) -> pd.DataFrame:
+    """Test every compressed cell of a grid against the reference of the same size; the full cache matches every size.
 
     Args:
-        a, b: a series as the table names it, or a method with a single series. The full cache matches every ratio.
+        reference: a series as the table names it, or a method with a single series; default: the full cache.
+        margin: the loss that does not matter, in points.
+        only: the one series to test, instead of all.
+
+    Returns:
+        A row per test: GROUP; `a` and `b`, the cell and its reference with their sizes; `series`, `kept (asked)`,
+        `answered` of the cell; and what `against` returns. Holm's method corrects the tests of one group.
 
     Raises:
-        UsageError: an unknown name, or no ratio in common.
-        KVCompressError: the metric is not a number per question.
+        UsageError: an unknown name, or no size in common.
+        KVCompressError: with `only`, a metric that is not a number per question.
     """
-    rows = []
+    parts = []
     for key, group in grid.groupby(GROUP):
-        ours, theirs = _series(group, a), _series(group, b)
-        is_full = "full" in (ours["method"].iloc[0], theirs["method"].iloc[0])
-        pairs = ours.merge(theirs, **({"how": "cross"} if is_full else {"on": "size"}), suffixes=("_a", "_b"))
-        for pair in pairs.itertuples():
-            scores = [pair.questions_a["score"], pair.questions_b["score"]]
-            if any(score.isna().any() for score in scores):
-                raise KVCompressError(
-                    f"{pair.task_a}: {pair.metric_a} has no score per question, so it cannot be paired"
-                )
-            sizes = [pair.size_a, pair.size_b] if is_full else [pair.size, pair.size]
-            found = paired_bootstrap(*scores, resamples, seed)
-            labels = {
-                "a": f"{pair.series_a} {sizes[0]}" + _other_share(pair.kept_a, pair.ratio_a),
-                "b": f"{pair.series_b} {sizes[1]}" + _other_share(pair.kept_b, pair.ratio_b),
+        theirs = _series(group, reference or group["series"].iloc[0])
+        others = group[(group["series"] != theirs["series"].iloc[0]) & (group["method"] != "full")]
+        ours = others if only is None else _series(group, only)
+        has_full = "full" in {*theirs["method"], *ours["method"]}
+        pairs = [
+            (own, other)
+            for own, other in product(ours.itertuples(), theirs.itertuples())
+            if has_full or own.size == other.size
+        ]
+        found = against([(own.questions, other.questions) for own, other in pairs], margin)
+        if only is not None and found["difference"].isna().any():
+            raise KVCompressError(
+                f"{key[0]}: {ours['metric'].iloc[0]} has no score per question, so it cannot be paired"
+            )
+        labels = [
+            {
+                **dict(zip(GROUP, key, strict=True)),
+                **{name: f"{of.series} {of.size}{_other_share(of)}" for name, of in (("a", own), ("b", other))},
+                "series": own.series,
+                KEPT: kept(own.realised, own.ratio, own.budget),
+                "answered": len(own.questions),
             }
-            rows.append({**dict(zip(GROUP, key, strict=True)), **labels, **asdict(found)})
-    if not rows:
-        raise UsageError(f"{a!r} and {b!r} have no ratio in common")
-    return pd.DataFrame(rows)
+            for own, other in pairs
+        ]
+        parts.append(pd.concat([pd.DataFrame(labels), found], axis=1))
+    if not any(map(len, parts)):
+        raise UsageError(f"{only or 'any other series'!r} and {reference!r} have no size in common")
+    return pd.concat(parts, ignore_index=True)
 
 
-def _other_share(kept: float, ratio: float | None) -> str:
-    """Return what was kept, as text, if it differs from what was requested."""
-    return "" if near(kept, ratio) else f" (kept {share(kept)})"
+def _other_share(cell: Any) -> str:
+    """Return what a cell kept, as text, if it differs from what was requested."""
+    return "" if near(cell.kept, cell.ratio) else f" (kept {share(cell.kept)})"
 
 
 def _series(group: pd.DataFrame, name: str) -> pd.DataFrame:

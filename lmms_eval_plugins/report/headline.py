@@ -89,6 +89,11 @@ def seconds(sample: dict[str, Any]) -> float:
     return sum(row["ttft_s"] + (row["tpot_s"] or 0) * (row["tokens_out"] - 1) for row in measured)
 
 
+def tokens_out(sample: dict[str, Any]) -> int:
+    """Return the tokens of a question's answer, or of all its answers together."""
+    return sum(row["tokens_out"] for row in sample.get("measurements", [sample["measurement"]]))
+
+
 def leaves(cell: dict[str, Any], task: str) -> list[str]:
     """Return the tasks of a group, including those of its subgroups; for a task, the task itself."""
     below = cell.get("group_subtasks", {}).get(task, [])

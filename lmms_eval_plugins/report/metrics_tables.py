@@ -3,6 +3,7 @@
 import argparse
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -10,7 +11,8 @@ from rich.table import Table
 
 from ..cells.results import dumps
 from . import terminal
-from .grid import GROUP, compare, curves, load_grid, overall
+from .against import columns, explanation
+from .grid import GROUP, curves, load_grid, overall, paired_tests
 from .numbers import fixed, kept, share
 from .short_answers import warning
 from .table import KEPT, print_warning, score_scale, short_names
@@ -23,22 +25,33 @@ ELSEWHERE = "the output of --json"
 
 def show_metrics(flags: argparse.Namespace) -> None:
     """Print the requested metrics. Raises UsageError or KVCompressError."""
-    grid, left_out = load_grid(flags.folders, flags.metric, flags.filter)
+    grid, left_out = load_grid(flags.folders, flags.metric, flags.filter, flags.cluster)
     lines, summary = curves(grid, flags.points, flags.lowest), overall(grid)
-    comparisons = pd.DataFrame()
+    found = {"full": paired_tests(grid, None, flags.margin)} if len(lines) else {}
+    if flags.reference is not None:
+        found[flags.reference] = paired_tests(grid, flags.reference, flags.margin)
+    compared = pd.DataFrame()
     if flags.compare:
-        comparisons = compare(grid, *flags.compare, flags.resamples, flags.seed)
+        a, b = flags.compare
+        compared = paired_tests(grid, b, flags.margin, only=a)
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
     warnings = [line for _, group in grid.groupby(GROUP) if (line := warning(group))]
     if flags.json:
-        frames = {"cells": grid.drop(columns="questions"), "curves": lines, "overall": summary, "compared": comparisons}
-        records = {name: _records(frame) for name, frame in frames.items()}
+        tested = pd.concat([pd.DataFrame(), *found.values()], ignore_index=True)
+        frames = {"cells": grid.drop(columns="questions"), "curves": lines, "overall": summary, "tests": tested}
+        records = {name: _records(frame) for name, frame in {**frames, "compared": compared}.items()}
         print(dumps({**records, "warnings": warnings}, indent=2))
         return
     console = terminal.console()
-    for table in terminal_tables(grid, lines, summary, comparisons, console.width):
+    for table in terminal_tables(grid, lines, summary, console.width):
         console.print(table)
+    for name, frame in found.items():
+        for key, group in frame.groupby(GROUP):
+            title = f"{_title(key)} against {name}"
+            console.print(_tests_table(group, title, ["series", KEPT], flags, console.width))
+    if len(compared):
+        console.print(_tests_table(compared, "A - B", ["task", "a", "b"], flags, console.width))
     for line in warnings:
         print_warning(console, line)
 
@@ -49,10 +62,8 @@ def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return missing.to_dict("records")
 
 
-def terminal_tables(
-    grid: pd.DataFrame, lines: pd.DataFrame, summary: pd.DataFrame, comparisons: pd.DataFrame, width: int
-) -> list[Table]:
-    """Format the results of `load_grid`, `curves`, `overall` and `compare` for a terminal of `width` columns."""
+def terminal_tables(grid: pd.DataFrame, lines: pd.DataFrame, summary: pd.DataFrame, width: int) -> list[Table]:
+    """Format the results of `load_grid`, `curves` and `overall` for a terminal of `width` columns."""
     tables = []
     for key, group in grid.groupby(GROUP):
         tables.append(_cells_table(group, width))
@@ -62,15 +73,16 @@ def terminal_tables(
             tables.append(_curves_table(own.assign(series=own["series"].map(names)), width))
     if any(len(tasks) > 1 for tasks in summary.get("tasks", [])):
         tables.append(_overall_table(summary, width))
-    if len(comparisons):
-        tables.append(_comparisons_table(comparisons, width))
     return tables
 
 
+def _title(key: Sequence[str]) -> str:
+    task, model, settings = key
+    return f"{task}, {model}" + (f" ({settings})" if settings else "")
+
+
 def _cells_table(group: pd.DataFrame, width: int) -> Table:
-    task, model, settings = group[GROUP].iloc[0]
-    scale = score_scale(group)
-    title = f"{task}, {model}" + (f" ({settings})" if settings else "")
+    scale, title = score_scale(group), _title(group[GROUP].iloc[0])
     metric, against_full = group["metric"].iloc[0], ("of full", "loyalty", "speed-up")
     has_headroom = group["headroom"].notna().any()  # only if the grid has `random` and `hindsight`
     headroom = ["headroom"] if has_headroom else []
@@ -90,10 +102,11 @@ def _cells_table(group: pd.DataFrame, width: int) -> Table:
 def _curves_table(lines: pd.DataFrame, width: int) -> Table:
     first = lines.iloc[0]
     within = f"within {first['points']:g} points"
-    header, rows = ["method", "area", f"smallest share {within}", f"answers/s {within}"], []
+    header, rows = ["method", "area", f"smallest share {within}", f"answers/s {within}", "its tokens/answer"], []
     for row in lines.itertuples():
         speed = _number(row.answers_per_s) + f" (full {_number(row.full_answers_per_s)})"
-        rows.append([row.series, _percent(row.area) + " %", share(row.smallest), speed])
+        length = _number(row.tokens_out) + f" (full {_number(row.full_tokens_out)})"
+        rows.append([row.series, _percent(row.area) + " %", share(row.smallest), speed, length])
     caption = f"Area: mean of score / full score from {share(first['from'])} of the KV entries to 1, on a log axis."
     return fitted(width, header, rows, caption=caption)
 
@@ -112,14 +125,14 @@ def _overall_table(summary: pd.DataFrame, width: int) -> Table:
     return fitted(width, header, rows, "All tasks", caption, 1, droppable, ELSEWHERE)
 
 
-def _comparisons_table(comparisons: pd.DataFrame, width: int) -> Table:
-    header, rows = ["task", "A", "B", "questions", "difference", "95 % interval", "p"], []
-    for row in comparisons.itertuples():
-        interval = f"[{row.low:+.3f}, {row.high:+.3f}]"
-        values = [str(row.questions), f"{row.difference:+.3f}", interval, f"{row.p_value:.4f}"]
-        rows.append([row.task, row.a, row.b, *values])
-    title = "A - B on the same questions, in units of the score; paired bootstrap"
-    return fitted(width, header, rows, title, names=1, droppable=("questions", "task"), elsewhere=ELSEWHERE)
+def _tests_table(rows: pd.DataFrame, title: str, names: list[str], flags: argparse.Namespace, width: int) -> Table:
+    """Format tests, with the columns `names` in front."""
+    header, cells = columns(rows, flags.margin, flags.power)
+    titles = {"series": "method", "a": "A", "b": "B"}
+    header = [*(titles.get(name, name) for name in names), *header]
+    cells = [[*of_row, *more] for of_row, more in zip(rows[names].to_numpy().tolist(), cells, strict=True)]
+    caption, droppable = explanation(rows, flags.margin, flags.power), ("questions", "mended", "p", "tokens/answer")
+    return fitted(width, header, cells, title, caption, names.index(names[-2]), droppable, ELSEWHERE)
 
 
 def _number(value: float | None) -> str:

@@ -30,7 +30,8 @@ WAYS = [
     *((method, EVICTING) for method in ("snapkv", "adakv", "r-kv", "h2o", "tova", "expected-attention", "morphkv")),
     ("hindsight", {"answer_tokens": 3}),
 ]
-TOKEN_METHODS = ["cdpruner", "divprune", "fastv", "framefusion", "prumerge+", "sparsevlm", "visionzip", "vispruner"]
+TOKEN_METHODS = ["cdpruner", "dart", "divprune", "fastv", "framefusion", "prumerge+", "pyramiddrop"]
+TOKEN_METHODS += ["random-tokens", "sparsevlm", "visionzip", "vispruner"]
 
 
 def named(value: object) -> str | None:
@@ -44,8 +45,9 @@ def test_every_way_through_the_engine_is_as_on_the_cpu(device, method, options):
 
 @pytest.mark.parametrize("method", few(TOKEN_METHODS, 3))
 def test_token_methods_are_as_on_the_cpu(device, method):
-    sees_tower = kvcompress.list_methods()[method].cls.sees == "tower"
-    check_as_on_the_cpu(device, "llava-1.5" if sees_tower else "qwen2-vl", method, 0.5)
+    sees = kvcompress.list_methods()[method].cls.sees
+    family = {"tower": "llava-1.5", "video": "llava-onevision"}.get(sees, "qwen2-vl")
+    check_as_on_the_cpu(device, family, method, 1.0 if sees == "video" else 0.5)
 
 
 @pytest.mark.parametrize("family", few(sorted(MORE_FAMILIES), 6))

@@ -9,12 +9,14 @@ from kvcompress.kernels.column_sums import column_sums, column_sums_reference
 from kvcompress.kernels.ragged_decode import ragged_decode, ragged_decode_reference
 from kvcompress.kernels.static_decode import static_decode
 from tests.gpu.cases import DTYPES
+from tests.support.grouped_cases import check_grouped_triton
 from tests.support.kernel_cases import SHAPES, check_column_sums, check_compact, prompt_case
 from tests.support.ragged_cases import (
     TOLERANCE,
     check_static,
     check_static_triton,
     check_triton,
+    check_turboquant_pack_triton,
     check_turboquant_triton,
     ragged_case,
     static_case,
@@ -51,6 +53,18 @@ def test_triton_decodes_ragged_entries_as_the_reference(cuda, dtype):
 def test_triton_decodes_packed_entries_as_the_reference(cuda, dtype):
     pytest.importorskip("triton")
     check_turboquant_triton(dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_packs_tokens_as_the_reference(cuda, dtype):
+    pytest.importorskip("triton")
+    check_turboquant_pack_triton(dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_decodes_entries_in_groups_as_the_reference(cuda, dtype):
+    pytest.importorskip("triton")
+    check_grouped_triton(dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

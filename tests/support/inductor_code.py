@@ -31,7 +31,7 @@ from kvcompress.cache.storage import new
 from kvcompress.cache.storage.static import StaticStorage
 
 OPERATOR = "torch.ops.kvcompress.static_decode.default"
-OF_OPERATOR = 2  # kernels: `_attend` and `_combine`
+OF_OPERATOR = 2  # kernels: `_attend` and `combine`
 NEW = 8
 
 

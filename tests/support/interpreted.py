@@ -13,7 +13,7 @@ package = types.ModuleType("kvcompress")
 package.__path__ = [str(Path(__file__).parents[2] / "kvcompress")]
 sys.modules["kvcompress"] = package
 
-from tests.support import kernel_cases, ragged_cases  # noqa: E402
+from tests.support import grouped_cases, kernel_cases, ragged_cases  # noqa: E402
 
 if __name__ == "__main__":
     assert not any(name.endswith("_triton") for name in sys.modules if "kvcompress" in name)  # works without triton
@@ -24,6 +24,11 @@ if __name__ == "__main__":
     ragged_cases.check_triton(torch.float32, "cpu")
     ragged_cases.check_triton(torch.float16, "cpu", ragged_cases.SHAPES[4:])
     ragged_cases.check_turboquant_triton(torch.float32, "cpu", ragged_cases.SHAPES[::3])
+    ragged_cases.check_turboquant_triton(torch.float16, "cpu", ragged_cases.SHAPES[4:])
+    ragged_cases.check_turboquant_pack_triton(torch.float32, "cpu", ragged_cases.SHAPES[::2])
+    ragged_cases.check_turboquant_pack_triton(torch.bfloat16, "cpu", ragged_cases.SHAPES[1:2])
+    grouped_cases.check_grouped_triton(torch.float32, "cpu")
+    grouped_cases.check_grouped_triton(torch.float16, "cpu", grouped_cases.SHAPES[:1])
     for splits in (1, 4):
         ragged_cases.check_static_triton(torch.float32, "cpu", 10, splits)
     ragged_cases.check_static_triton(torch.float16, "cpu", 3, 2)

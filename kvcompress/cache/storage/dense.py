@@ -36,13 +36,25 @@ class DenseStorage(Storage):
         return self.length - self.entries
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        end = self.length + keys.shape[2]
+        begin = self._grown(keys.shape[2])
+        self.keys[:, :, begin : self.length] = keys
+        self.values[:, :, begin : self.length] = values
+
+    def claim(self, new: int) -> torch.Tensor:
+        """Room for `new` tokens that the caller writes: the row of the flat buffers (`segments`) from which on each KV
+        head of each row of the batch has its own, LongTensor (batch * kv_heads,)."""
+        begin, capacity = self._grown(new), self.keys.shape[2]
+        rows = self.keys.shape[0] * self.keys.shape[1] * capacity
+        return torch.arange(begin, rows, capacity, device=self.keys.device)
+
+    def _grown(self, new: int) -> int:
+        """The length before; buffers are copied where there is no room."""
+        begin, end = self.length, self.length + new
         if end > self.keys.shape[2]:
-            self.keys = roomy(self.keys[:, :, : self.length], end + spare(end))
-            self.values = roomy(self.values[:, :, : self.length], end + spare(end))
-        self.keys[:, :, self.length : end] = keys
-        self.values[:, :, self.length : end] = values
+            self.keys = roomy(self.keys[:, :, :begin], end + spare(end))
+            self.values = roomy(self.values[:, :, :begin], end + spare(end))
         self.length = end
+        return begin
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]

@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...kernels.grouped import grouped_decode, has_kernels
+from ...kernels.pieces import Pieces, pieces
 from ...kernels.quantization import Quantized, Quantizer
 from ...scoring.layer_view import Kept
 from .base import Storage
@@ -33,6 +35,14 @@ class _Block:
             packed = filled
         return packed.unflatten(0, (self.heads, self.slots))
 
+    def ends(self) -> torch.Tensor:
+        """Where each KV head's entries end among those of its row: LongTensor (batch, kv_heads)."""
+        device = self.rows[0][0].tensors[0].device
+        if self.unused is None:
+            ends = torch.arange(self.slots, self.heads * self.slots + 1, self.slots, device=device)
+            return ends.expand(len(self.rows), -1)
+        return (~self.unused).sum(2).cumsum(1)
+
     def select(self, rows: torch.Tensor) -> "_Block":
         unused = None if self.unused is None else self.unused[rows]
         return replace(self, rows=[self.rows[row] for row in rows.tolist()], unused=unused)
@@ -48,7 +58,7 @@ class QuantizedStorage(Storage):
 
     Keys are grouped per channel, along the tokens, and values per token, as their outliers lie (KIVI,
     https://arxiv.org/abs/2402.02750, section 3). Each row of the batch is a piece of its own, so that rows can be
-    selected without unpacking; rows and heads may differ in length.
+    selected without unpacking; rows and heads may differ in length. A decode step attends to packed entries.
 
     Args:
         kept: right-aligned, with -1 in unused slots; its indices may be None for column = slot.
@@ -57,6 +67,8 @@ class QuantizedStorage(Storage):
 
     is_final = True
     parts = (_Block, Quantized, Quantizer)
+    has_forgotten = False  # what is forgotten stays in its block, which is then read and masked
+    _pieces: Pieces | None = None  # of the present blocks, once a step asked
 
     def __init__(self, keys, values, indices, pads, quantizer: Quantizer, residual: int):
         self.quantizer, self.residual = quantizer, residual
@@ -68,7 +80,7 @@ class QuantizedStorage(Storage):
             self.extend(Kept(keys, values, indices), first=0)
             return
         self.unused = None if pads is None else pads[:, None].expand(keys.shape[:3])
-        self.blocks.append(self._pack(keys, values, self.unused))
+        self._add(keys, values, self.unused)
         self.entries = self.length = keys.shape[2]
 
     @property
@@ -79,7 +91,7 @@ class QuantizedStorage(Storage):
         indices = torch.cat([self.columns(first), kept.indices], dim=2)
         unused = kept.indices < 0 if bool((kept.indices < 0).any()) else None
         self._flush()
-        self.blocks.append(self._pack(kept.keys, kept.values, unused))
+        self._add(kept.keys, kept.values, unused)
         self.indices, self.unused = indices.to(torch.int32), None
         if bool((indices < 0).any()):
             self.unused = indices < 0
@@ -90,22 +102,23 @@ class QuantizedStorage(Storage):
         gone = columns == column
         if bool(gone.any()):  # its slot stays, unused
             self.indices = columns.masked_fill(gone, -1).to(torch.int32)
-            self.unused, self.entries = self.indices < 0, self.length
+            self.unused, self.entries, self.has_forgotten = self.indices < 0, self.length, True
 
     def _flush(self) -> None:
         """Quantize the tokens that wait."""
         if self.recent.length:
             keys, values = self.recent.read()
-            self.blocks.append(self._pack(keys, values, None))
+            self._add(keys, values, None)
             self.recent = DenseStorage(keys[:, :, :0], values[:, :, :0], None, None, self.residual)
 
-    def _pack(self, keys: torch.Tensor, values: torch.Tensor, unused: torch.Tensor | None) -> "_Block":
+    def _add(self, keys: torch.Tensor, values: torch.Tensor, unused: torch.Tensor | None) -> None:
         rows = []
         for row in range(keys.shape[0]):
             used = slice(None) if unused is None else ~unused[row].flatten()
             row_keys, row_values = keys[row].flatten(0, 1)[used], values[row].flatten(0, 1)[used]
             rows.append((self.quantizer.quantize(row_keys.T), self.quantizer.quantize(row_values)))
-        return _Block(rows, unused, keys.shape[1], keys.shape[2])
+        self.blocks.append(_Block(rows, unused, keys.shape[1], keys.shape[2]))
+        self._pieces = None
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.recent.append(keys, values)
@@ -116,6 +129,25 @@ class QuantizedStorage(Storage):
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         parts = [*(block.unpack() for block in self.blocks), self.recent.read()]
         return torch.cat([keys for keys, _ in parts], dim=2), torch.cat([values for _, values in parts], dim=2)
+
+    @property
+    def decodes_in_place(self) -> bool:
+        return not self.has_forgotten and has_kernels(self.recent.keys.device)
+
+    def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        if self._pieces is None:
+            ends, longest = (
+                torch.stack([block.ends() for block in self.blocks]),
+                sum(each.slots for each in self.blocks),
+            )
+            self._pieces = pieces([block.rows for block in self.blocks], ends, longest)
+        recent = self.recent
+        return grouped_decode(query, self._pieces, recent.keys, recent.values, recent.length, scaling)
+
+    def state(self) -> dict[str, object]:
+        state = super().state()
+        state.pop("_pieces", None)  # addresses
+        return state
 
     def visible(self) -> torch.Tensor | None:
         if self.unused is None:
@@ -138,7 +170,7 @@ class QuantizedStorage(Storage):
         return twin
 
     def select(self, rows: torch.Tensor) -> None:
-        self.blocks = [block.select(rows) for block in self.blocks]
+        self.blocks, self._pieces = [block.select(rows) for block in self.blocks], None
         self.indices = None if self.indices is None else self.indices[rows]
         self.unused = None if self.unused is None else self.unused[rows]
         self.recent.select(rows)

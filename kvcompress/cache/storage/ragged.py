@@ -78,17 +78,22 @@ class RaggedStorage(Storage):
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         new = keys.shape[2]
-        if new > self.room:
-            self._grow(spare(self.length) + new)
-        rows = self.ends.flatten()
+        rows = self.claim(new)
         if new > 1:
             rows = (rows[:, None] + torch.arange(new, device=rows.device)).flatten()
         self.keys.index_copy_(0, rows, keys.reshape(-1, keys.shape[3]))
         self.values.index_copy_(0, rows, values.reshape(-1, values.shape[3]))
+
+    def claim(self, new: int) -> torch.Tensor:
+        """As in `DenseStorage`."""
+        if new > self.room:
+            self._grow(spare(self.length) + new)
+        rows = self.ends.flatten()
         self.ends = self.ends + new  # not in place: forks share the tensor
         self.appended += new
         self.length += new
         self.room -= new
+        return rows
 
     def _grow(self, room: int) -> None:
         self._place(self.sizes, *self._packed(), room)

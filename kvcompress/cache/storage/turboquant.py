@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from ...kernels.ragged_decode import has_triton
+from ...kernels.packed import has_kernels, pack, pack_behind, packed_decode
 from ...kernels.turboquant import codec, turboquant_decode
 from ...scoring.layer_view import Kept
 from ..scope import joined, right_aligned
@@ -25,10 +25,7 @@ class TurboQuantStorage(Storage):
     def __init__(self, keys, values, indices, pads, bits: int, room: int | None, total: int | None):
         self.dtype = keys.dtype
         self.codecs = tuple(codec(part.shape[3], bits, part.device) for part in (keys, values))
-        self.inner = store(*self._packed(keys, values), indices, pads, room, total)
-
-    def _packed(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.codecs[0].pack(keys), self.codecs[1].pack(values)
+        self.inner = store(*pack(keys, values, self.codecs), indices, pads, room, total)
 
     @property
     def length(self) -> int:
@@ -39,26 +36,22 @@ class TurboQuantStorage(Storage):
         return self.inner.appended
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if self.codecs[0] is self.codecs[1]:  # few of them: together they take half as many kernels
-            self.inner.append(*self.codecs[0].pack(torch.stack([keys, values])))
-        else:
-            self.inner.append(*self._packed(keys, values))
+        ends = self.inner.claim(keys.shape[2])
+        packed = (part.view(-1, part.shape[-1]) for part in (self.inner.keys, self.inner.values))
+        pack_behind(*packed, ends, keys, values, self.codecs)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         parts = zip(self.codecs, self.inner.read(), strict=True)
         return tuple(each.rotate_back(each.unpack(packed, self.dtype)) for each, packed in parts)
 
     def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        visible = self.inner.visible()
-        has_segments = visible is None or self.inner.decodes_in_place  # not so where pads are stored
-        if query.device.type == "cuda" and has_triton() and has_segments:
-            from ...kernels.ragged_decode_triton import ragged_decode_triton
-
-            return ragged_decode_triton(query, *self.inner.segments(), scaling, codecs=self.codecs)
-        return turboquant_decode(query, *self.inner.read(), visible, *self.codecs, scaling)
+        pads = None if self.inner.decodes_in_place else self.inner.visible()  # segments have no unused slots
+        if has_kernels(query.device) and (pads is None or query.device.type == "cpu"):
+            return packed_decode(query, *self.inner.segments(), pads, self.codecs, scaling)
+        return turboquant_decode(query, *self.inner.read(), self.inner.visible(), *self.codecs, scaling)
 
     def extend(self, kept: Kept, first: int) -> None:
-        packed = self._packed(kept.keys, kept.values)
+        packed = pack(kept.keys, kept.values, self.codecs)
         self._put(joined(self.inner.kept(first), replace(kept, keys=packed[0], values=packed[1])))
 
     def forget(self, column: int, seen: int) -> None:

@@ -13,7 +13,6 @@ const points = (share) => (group.scale * share).toFixed(1);
 const between = (ends) => `[${ends.map(points).join(", ")}]`;
 const barOf = (cell) => cell.interval;
 const errorText = (cell) => (cell.interval === null ? "" : " " + between(cell.interval));
-const signed = (share) => (share > 0 ? "+" : "") + points(share);
 
 // -- the table
 
@@ -28,19 +27,11 @@ function nameOf(cell) {
   return button;
 }
 
-// Red or green where the interval excludes zero.
-function difference(cell) {
-  if (cell.against_full === null || cell.method === "full") return "-";
-  const [mean, low, high] = cell.against_full;
-  const kind = high < 0 ? "loss" : low > 0 ? "gain" : "";
-  return [make("span", { className: kind, textContent: signed(mean) }), make("small", { textContent: ` [${signed(low)}, ${signed(high)}]` })];
-}
-
 const COLUMNS = [
   { name: "method", value: (cell) => cell.series, words: true, show: nameOf },
   { name: "kept (asked)", value: (cell) => cell.realised ?? cell.ratio, show: (cell) => cell.kept },
   { name: "score", value: (cell) => cell.score, show: (cell) => [scoreText(cell), make("small", { textContent: errorText(cell) }), meter(Math.max(0, cell.score) / board.most)] },
-  { name: "against full", value: (cell) => cell.against_full?.[0] ?? null, show: difference, rare: true },
+  ...TESTS,
   { name: "same as full", value: (cell) => cell.same, show: (cell) => percent(cell.same, 0), rare: true },
   { name: "KV cache", value: (cell) => cell.kv_bytes, show: (cell) => bytes(cell.kv_bytes), rare: true },
   { name: "TTFT", value: (cell) => cell.ttft_s, show: (cell) => milliseconds(cell.ttft_s), rare: true },

@@ -12,18 +12,19 @@ import pandas as pd
 from ...cells.errors import leave_out
 from ...cells.kept_tokens import IMAGES_FOLDER, needs, needs_kept, read_kept_tokens, shares
 from ...cells.results import DamagedFile, exact
+from ..against import MARGIN
 from ..appearance import colour, markers
 from ..grid import headrooms
 from ..metrics import loyalty
 from ..numbers import kept
 from ..short_answers import warning
 from ..table import score_scale
-from .groups import Group
+from .groups import Group, against_full, question_frames
 
 MOST_QUESTIONS = 1000  # per group on the page; the files with all samples have no such limit
 CELL_NUMBERS = (
     "ratio", "budget", "realised", "score", "stderr", "ttft_s", "tpot_s", "kv_bytes", "answers_per_s", "tokens_per_s",
-    "tokens_per_correct",
+    "tokens_per_correct", "tokens_out",
 )  # fmt: skip
 
 
@@ -39,7 +40,8 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
     entries = [_entries(cell["folder"], images) for cell in group.cells]
     overlays = overlay_data(entries)
     needed = needs_by_question(entries)
-    parts = headrooms(frame.assign(scores=question_scores(samples, len(frame))))
+    parts = headrooms(frame.assign(questions=question_frames(samples, len(frame))))
+    tests = against_full(group)
     varied = varied_options([cell["protocol"] for cell in group.cells])
     marks, cells = markers(dict(zip(frame["series"], frame["method"], strict=True))), []
     for index, row in enumerate(frame.itertuples()):
@@ -55,6 +57,7 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
                 **{name: number(getattr(row, name)) for name in CELL_NUMBERS},
                 "samples": int(row.samples),
                 "options": varied[index],
+                "against": test_data(tests.iloc[index]),
                 "same": same_as_full(samples, frame, index),
                 "headroom": None if parts[index] is None else [*astuple(parts[index])],
                 "per_layer": efficiency.get("realised_ratio", {}).get("per_layer"),
@@ -174,6 +177,16 @@ def overlay_data(entries: list[list[dict[str, Any]]]) -> dict[str, Any]:
     return overlays
 
 
+TEST_NUMBERS = ("questions", "difference", "low", "high", "holm", "not_worse", "broken", "mended")
+
+
+def test_data(row: pd.Series) -> dict[str, float] | None:
+    """Return a row of `against`; None if nothing was compared."""
+    if pd.isna(row["difference"]):
+        return None
+    return {**{name: number(row[name]) for name in TEST_NUMBERS}, "margin": MARGIN}
+
+
 def same_as_full(samples: pd.DataFrame, frame: pd.DataFrame, index: int) -> float | None:
     """Return the share of a cell's questions with the full cache's answer; None without a full cache or answers."""
     return same_answers(samples, index, 0) if frame["method"][0] == "full" and len(samples) else None
@@ -185,14 +198,6 @@ def same_answers(samples: pd.DataFrame, index: int, other: int) -> float | None:
     full, own = (samples[samples["cell"] == cell].set_index(columns)["answer"] for cell in (other, index))
     both = pd.concat([own, full], axis=1, keys=["own", "full"], join="inner")
     return loyalty(list(both["own"]), list(both["full"])) if len(both) else None
-
-
-def question_scores(samples: pd.DataFrame, cells: int) -> list[pd.Series]:
-    """Return for each cell the scores of its questions, by (task, doc_id)."""
-    if not len(samples):
-        return [pd.Series(dtype=float)] * cells
-    scores = samples.set_index(["task", "doc_id"]).sort_index()
-    return [scores.loc[scores["cell"] == cell, "score"].astype(float) for cell in range(cells)]
 
 
 def mean_shares(entries: list[dict[str, Any]]) -> list[list[float]] | None:

@@ -13,6 +13,8 @@ from kvcompress.files import UNFINISHED
 
 from ...cells.errors import leave_out
 from ...cells.results import RESULTS_FILE, DamagedFile, dumps, read_cell
+from ..against import against
+from ..clusters import cluster_of
 from ..headline import by_question, headline
 from ..table import sweep_frame
 
@@ -88,12 +90,33 @@ def _group(cells: list[dict[str, Any]]) -> Group:
     return Group(cells, frame, samples_frame(cells, frame))
 
 
+def question_frames(samples: pd.DataFrame, cells: int) -> list[pd.DataFrame]:
+    """Return the questions of each cell, by (task, doc_id)."""
+    if not len(samples):
+        return [pd.DataFrame({"score": [], "cluster": []})] * cells
+    by_question = samples.set_index(["task", "doc_id"]).sort_index()
+    return [by_question[by_question["cell"] == cell] for cell in range(cells)]
+
+
+def against_full(group: Group) -> pd.DataFrame:
+    """Return what `against` says of each cell and the group's first cell of the full cache; NaN if there is none."""
+    questions, has_full = question_frames(group.samples, len(group.frame)), group.frame["method"][0] == "full"
+    return against(
+        [
+            (own, questions[0]) if has_full and method != "full" else None
+            for own, method in zip(questions, group.frame["method"], strict=True)
+        ]
+    )
+
+
 def samples_frame(cells: list[dict[str, Any]], frame: pd.DataFrame) -> pd.DataFrame:
     """Return one row per question and cell: `cell` (its row in `frame`), series, size, task, doc_id, question, gold
-    (accepted answers), answer, score (NaN if the metric has none per question), and the question's measurements."""
+    (accepted answers), answer, score (NaN if the metric has none per question), cluster (see `cluster_of`), and the
+    question's measurements."""
     rows = []
     for index, cell in enumerate(cells):
-        for sample, score in by_question(cell, cell["samples"], headline(cell)):
+        found = headline(cell)
+        for sample, score in by_question(cell, cell["samples"], found):
             measured = sample["measurement"]
             rows.append(
                 {
@@ -106,6 +129,7 @@ def samples_frame(cells: list[dict[str, Any]], frame: pd.DataFrame) -> pd.DataFr
                     "gold": gold(sample),
                     "answer": " ".join(str(answer).strip() for answer in np.ravel(sample["filtered_resps"])),
                     "score": score,
+                    "cluster": cluster_of(cell, sample, found),
                     **{
                         name: measured[name]
                         for name in ("tokens_in", "tokens_out", "vision_tokens", "ttft_s", "tpot_s", "kv_bytes_prompt")
@@ -129,7 +153,11 @@ def gold(sample: dict[str, Any]) -> str:
 def cells_table(groups: list[Group]) -> pd.DataFrame:
     """Join the cells of all groups in one frame."""
     inner = ["order", "options", "per_layer", "kept"]  # lists, and what other columns contain
-    parts = [group.frame.drop(columns=inner).assign(task=group.task, model=group.model) for group in groups]
+    parts = []
+    for group in groups:
+        tests = against_full(group)[["difference", "low", "high", "p_value", "holm", "broken", "mended"]]
+        frame = group.frame.drop(columns=inner).assign(task=group.task, model=group.model)
+        parts.append(frame.join(tests.add_prefix("against_full_")))
     table = pd.concat(parts, ignore_index=True)
     return table[["task", "model", *(name for name in table.columns if name not in ("task", "model"))]]
 

@@ -116,7 +116,7 @@ def write_html(path: Path, question: str, answers: list[dict[str, Any]]) -> None
             stored.append(rest)
         entries.append([{**one["entry"], "images": stored}])
     needed = needs_by_question(entries)
-    numbers = dict.fromkeys((*CELL_NUMBERS, "same", "headroom"))
+    numbers = dict.fromkeys((*CELL_NUMBERS, "same", "headroom", "against"))
     marks = markers({one["series"]: one["cell"].method for one in answers})
     cells = [
         {

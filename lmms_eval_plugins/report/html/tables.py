@@ -4,9 +4,11 @@ from pathlib import Path
 
 from kvcompress.files import replacing, write_text
 
+from ..against import MARGIN, columns, explanation
 from ..latex import PREAMBLE, latex_tables
-from ..table import markdown, markdown_table, markdown_text, score_scale, scores_by_size
-from .groups import Group, cells_table, samples_table
+from ..numbers import kept
+from ..table import KEPT, markdown, markdown_table, markdown_text, score_scale, scores_by_size
+from .groups import Group, against_full, cells_table, samples_table
 
 
 def write_tables(groups: list[Group], folder: Path) -> list[Path]:
@@ -35,4 +37,19 @@ def markdown_group(group: Group) -> str:
     pivot = markdown_table(header, rows, ["---", *["---:"] * table.shape[1]])
     metric = group.frame["metric"].iloc[0] or "score"
     about = f"{markdown_text(metric)} by the share that was requested; in brackets the share kept, if it differs:"
-    return f"{markdown(group.frame, group.title)}\n{about}\n\n{pivot}"
+    return f"{markdown(group.frame, group.title)}\n{about}\n\n{pivot}{markdown_tests(group)}"
+
+
+def markdown_tests(group: Group) -> str:
+    """Return the table of tests against the full cache; empty if nothing can be compared."""
+    tests = against_full(group).assign(answered=group.frame["samples"])
+    if tests["difference"].isna().all():
+        return ""
+    header, rows = columns(tests, MARGIN)
+    shown = [
+        [cell.series, kept(cell.realised, cell.ratio, cell.budget), *row]
+        for cell, row in zip(group.frame.itertuples(), rows, strict=True)
+        if cell.method != "full"
+    ]
+    table = markdown_table(["method", KEPT, *header], shown, ["---", *["---:"] * (len(header) + 1)])
+    return f"\nAgainst the full cache:\n\n{table}\n{markdown_text(explanation(tests, MARGIN))}\n"

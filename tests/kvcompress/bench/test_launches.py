@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from tests.support.docs import ROOT
 EVICTING = ":decode_budget=16:decode_interval=4"
 OFFLOADED = ":cache_implementation=offloaded"
 TURBOQUANT = ":cache_implementation=quantized:kv_backend=turboquant"
+QUANTO = ":cache_implementation=quantized:kv_backend=quanto"
 LAYERS = 4
 
 
@@ -47,8 +49,10 @@ BUDGETS = {
     f"snapkv{OFFLOADED}": Budget(in_flight=None),
     # Ragged entries are laid out on the host, which waits for four tensors per layer.
     f"adakv{OFFLOADED}": Budget(prefill_waits=1 + 3 * LAYERS, in_flight=None),
-    # Each step packs tokens (rotates, rounds, joins bits); the first pass creates two tables.
-    f"snapkv{TURBOQUANT}": Budget(step=26, prefill_waits=3, in_flight=None),
+    # One kernel packs a token, one rotates queries; outputs are rotated where parts are combined. The first pass of the
+    # first of these caches creates two tables.
+    f"snapkv{TURBOQUANT}": Budget(step=4, prefill_waits=3, in_flight=None),
+    f"adakv{TURBOQUANT}": Budget(step=3, in_flight=None),
     f"streamingllm{EVICTING}": Budget(eviction=32),
     f"snapkv{EVICTING}": Budget(eviction=33),
     f"h2o{EVICTING}": Budget(eviction=37),
@@ -60,6 +64,12 @@ BUDGETS = {
     # the host, which waits for each layer's counts.
     f"adakv{EVICTING}": Budget(step=4, eviction=125, in_flight=1 + 3),
 }
+if find_spec("optimum"):  # pip install -e .[quantized]
+    BUDGETS |= {
+        # The first step creates a table of the blocks. Each layer waits for the used slots of uneven heads.
+        f"full{QUANTO}": Budget(step=1, eviction=2, in_flight=None),
+        f"adakv{QUANTO}": Budget(step=1, eviction=4, prefill_waits=1 + 4 * LAYERS, in_flight=None),
+    }
 
 
 def counted(*command: str) -> subprocess.CompletedProcess:

@@ -1,13 +1,17 @@
 """Evict, then quantize: few bits, quantized once, close to full precision."""
 
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import kvcompress
+from kvcompress.cache.storage.quantized import QuantizedStorage
 from kvcompress.check.reference import generate
+from kvcompress.kernels import compiled, grouped, grouped_cpu
 from kvcompress.kernels.quantization import BITS, PACKAGES, Quantizer
+from kvcompress.scoring.layer_view import Kept
 from tests.support.calibrations import calibration_of
 from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
@@ -161,6 +165,79 @@ def test_rows_that_change_places_take_what_they_kept_with_them():
     assert [[head.tolist() for head in row] for row in cache.kept_indices(0)] == before[::-1]
     assert before[0] != before[1]
     assert torch.equal(cache.layers[0].storage.read()[0], keys.flip(0))
+
+
+def filled(backend: str, bits: int, dtype: torch.dtype) -> QuantizedStorage:
+    """Two rows of two KV heads that keep different numbers, a second prompt, a block of appended tokens, two more."""
+    generator = torch.Generator().manual_seed(bits)
+
+    def states(entries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(torch.randn(2, 2, entries, dim, generator=generator).to(dtype) for dim in (24, 16))
+
+    indices = torch.arange(90).expand(2, 2, -1).clone()
+    indices[0, 1, :40] = indices[1, 0, :7] = -1
+    storage = QuantizedStorage(*states(90), indices, None, Quantizer(backend, bits, 16), 5)
+    storage.extend(Kept(*states(30), torch.arange(90, 120).expand(2, 2, -1)), 90)
+    for _ in range(7):
+        storage.append(*states(1))
+    return storage
+
+
+def check_step(storage: QuantizedStorage, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(len(storage.recent.keys), 6, 1, 24, generator=generator).to(dtype)
+    keys, values = (part.float().repeat_interleave(3, 1) for part in storage.read())
+    mask = storage.visible().repeat_interleave(3, 1)[:, :, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(query.float(), keys, values, mask, scale=0.2)
+    close = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(storage.decode(query, 0.2).float(), expected, atol=close, rtol=close)
+
+
+@pytest.fixture
+def kernels():
+    if grouped_cpu.kernels() is None:
+        pytest.skip("no C++ compiler")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("backend", "bits"), ALL)
+def test_a_step_attends_to_what_reading_the_entries_gives(kernels, backend, bits, dtype):
+    storage = filled(backend, bits, dtype)
+    assert storage.decodes_in_place
+    check_step(storage, dtype)
+    twin = storage.fork()
+    for _ in range(5):
+        twin.append(*(torch.ones(2, 2, 1, dim, dtype=dtype) for dim in (24, 16)))
+    check_step(twin, dtype)  # a block more
+    check_step(storage, dtype)
+    storage.select(torch.tensor([1, 1, 0]))
+    check_step(storage, dtype)
+    again = QuantizedStorage.of_state(storage.state(), torch.device("cpu"))
+    check_step(again, dtype)
+
+
+def test_what_is_forgotten_is_read_under_a_mask(kernels):
+    storage = filled("hqq", 4, torch.float32)
+    storage.forget(119, 127)
+    assert not storage.decodes_in_place
+    assert storage.visible().sum() == 4 * 127 - 47 - 4
+
+
+def test_without_a_compiler_entries_are_read_and_one_line_says_so(monkeypatch, tmp_path, caplog):
+    inputs = FAMILIES["qwen2"].inputs(MODEL, [40])
+    arguments = {"kv_residual": 2, **EIGHT}
+    with kvcompress.compress(MODEL, "snapkv", 0.5, **arguments):
+        tokens, expected = generate(MODEL, inputs, 6)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(grouped_cpu, "library", cache(compiled.library.__wrapped__))
+    monkeypatch.setattr(grouped_cpu, "kernels", cache(grouped_cpu.kernels.__wrapped__))
+    assert not grouped.has_kernels(torch.device("cpu"))
+    with kvcompress.compress(MODEL, "snapkv", 0.5, **arguments):
+        _, logits = generate(MODEL, inputs, 6, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "kvcompress"]
+    assert "no-such-compiler" in said
 
 
 @pytest.mark.parametrize(

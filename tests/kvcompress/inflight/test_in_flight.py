@@ -64,9 +64,10 @@ def test_every_method_evicts_in_flight_as_alone(method, family):
 )
 def test_token_methods_in_flight_are_as_alone(method):
     sees = kvcompress.list_methods()[method].cls.sees
-    model, requests = requests_of("llava-1.5" if sees == "tower" else "qwen2-vl")
-    # Of images dycoke and evs drop none; dycoke's second stage hides, by what a layer before attends to.
-    options = {"dycoke": {"ratio": 1.0, "layer": 1}, "evs": {"ratio": 1.0}}.get(method, {"ratio": 0.5})
+    model, requests = requests_of({"tower": "llava-1.5", "video": "llava-onevision"}.get(sees, "qwen2-vl"))
+    # Some drop no tokens of images; dycoke's second stage hides some, by what a layer before attends to.
+    options = {"ratio": 1.0 if method in ("dycoke", "evs", "fastvid", "holitom", "vidcom2") else 0.5}
+    options |= {"layer": 1} if method == "dycoke" else {}
     check_in_flight(model, requests[1::2], NEW[1::2], method, 2, **options)
 
 

@@ -76,10 +76,16 @@ def test_the_triton_kernels_compile_for_a_gpu(capability):
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
-    from kvcompress.kernels import column_sums_triton, compact_triton, ragged_decode_triton
+    from kvcompress.kernels import (
+        column_sums_triton,
+        compact_triton,
+        grouped_triton,
+        ragged_decode_triton,
+        turboquant_triton,
+    )
 
     tensors = {
-        **dict.fromkeys(("padding", "starts", "lengths", "appended"), "*i64"),
+        **dict.fromkeys(("padding", "starts", "lengths", "ends", "appended"), "*i64"),
         "first": "*i64",
         "indices": "*i64",
         "weights": "*fp32",
@@ -87,8 +93,13 @@ def test_the_triton_kernels_compile_for_a_gpu(capability):
         "sums": "*fp32",
         "scaling": "fp32",
         **dict.fromkeys(("key_codebook", "value_codebook", "partial", "maxima"), "*fp32"),
-        **dict.fromkeys(("query", "queries", "keys", "values", "kept_keys", "kept_values"), "*bf16"),
-        **dict.fromkeys(("new_keys", "new_values"), "*bf16"),
+        **dict.fromkeys(("rotation", "key_rotation", "value_rotation", "key_boundaries", "value_boundaries"), "*fp32"),
+        **dict.fromkeys(("packed_keys", "packed_values"), "*u8"),
+        **dict.fromkeys(
+            ("vectors", "rotated", "query", "queries", "keys", "values", "kept_keys", "kept_values"), "*bf16"
+        ),
+        **dict.fromkeys(("new_keys", "new_values", "recent_keys", "recent_values", "scale"), "*bf16"),
+        "table": "*i64",
     }
     sizes = {"GROUPS": 2, "STAYING": 32, "MOVING": 16}
     packed = dict.fromkeys(("keys", "values"), "*u8")
@@ -100,7 +111,12 @@ def test_the_triton_kernels_compile_for_a_gpu(capability):
         (ragged_decode_triton._attend, {}, {"BITS": 0, "APPENDS": False, **wide}),
         (ragged_decode_triton._attend, {}, {"BITS": 0, "APPENDS": True, **wide}),
         (ragged_decode_triton._attend, packed, {"BITS": 3, "APPENDS": False, **wide}),
-        (ragged_decode_triton._combine, {"output": "*bf16"}, wide),
+        (ragged_decode_triton.combine, {"output": "*bf16"}, wide),
+        (grouped_triton._attend_groups, packed, {"BITS": 2, "IS_HQQ": False, **wide, "BLOCK_KEYS": 32}),
+        (grouped_triton._attend_groups, packed, {"BITS": 4, "IS_HQQ": True, **wide, "BLOCK_KEYS": 32}),
+        (turboquant_triton._combine_back, {"output": "*bf16"}, {"DIM": 80, "BLOCK_DIM": 128}),
+        (turboquant_triton._rotate, {}, {"DIM": 80, "BLOCK_DIM": 128}),
+        (turboquant_triton._pack, {}, {"BITS": 3, **wide}),
     ]
     for kernel, types, numbers in kernels:
         stages = ragged_decode_triton.PACKED_STAGES if types is packed else ragged_decode_triton.STAGES

@@ -32,7 +32,7 @@ LENGTHS, IMAGES = [40, 26, 61, 9], [1, 1, 2, 0]
 METHODS = sorted(
     name
     for name, info in kvcompress.list_methods().items()
-    if issubclass(info.cls, kvcompress.TokenMethod) and info.cls.sees != "frames"  # which are for video
+    if issubclass(info.cls, kvcompress.TokenMethod) and info.cls.sees not in ("frames", "video")
 )
 CASES = [(method, family) for family in VLM_FAMILIES for method in ("fastv", "sparsevlm")]
 CASES += [(method, "llava-onevision") for method in ("visionzip", "prumerge+", "vispruner")]
@@ -386,7 +386,7 @@ def test_a_preset_brings_its_budget_unless_one_is_given():
 def test_the_tower_s_layers_are_those_of_the_released_code():
     methods = kvcompress.list_methods()
     layers = {name: info.options["tower_layer"] for name, info in methods.items() if "tower_layer" in info.options}
-    assert layers == {"visionzip": -2, "prumerge+": -1, "vispruner": -2}
+    assert layers == {"visionzip": -2, "prumerge+": -1, "vispruner": -2, "fastvid": -1, "holitom": -1}
 
 
 # -- what the vision tower looks at

@@ -13,7 +13,7 @@ from lmms_eval_plugins.leaderboard.boards import leaderboard, rows_of
 from lmms_eval_plugins.leaderboard.protocol import holds_full, protocol_of, regime, variant
 from lmms_eval_plugins.leaderboard.rerun import command_of
 from lmms_eval_plugins.report.html.groups import load_groups
-from lmms_eval_plugins.report.metrics import paired_bootstrap
+from lmms_eval_plugins.report.significance import holm, paired_test
 from tests.support.result_cells import write_answers
 
 SCOPE = {"scope": "prompt", "ratio_of": "prompt"}
@@ -131,17 +131,34 @@ def test_each_table_holds_one_task_under_one_protocol_with_its_full_cache(boards
 
 def test_a_row_is_held_against_its_own_models_full_cache_under_its_own_protocol(boards):
     found = {cell["model"]: cell for cell in boards["letters", "full"]["cells"] if cell["ratio"] == 0.2}
-    expected = paired_bootstrap([1, 1, 0, 0], [1, 1, 1, 1])
-    assert found["org/a"]["against_full"] == [expected.difference, expected.low, expected.high] == [-0.5, -1, 0]
+    expected = paired_test([1, 1, 0, 0], [1, 1, 1, 1])
+    against = found["org/a"]["against"]
+    ends = [100 * end for end in (expected.low, expected.high)]
+    assert [against[name] for name in ("difference", "low", "high")] == [-50, *ends]
+    assert (against["questions"], against["broken"], against["mended"], against["not_worse"]) == (4, 2, 0, 0)
     assert found["org/a"]["same"] == 0.5
-    assert found["org/b"]["against_full"][0] == -0.25
+    assert found["org/b"]["against"]["difference"] == -25
     assert found["org/a"]["interval"] == [0, 1]
     low, high = found["org/b"]["interval"]
-    assert 0 < low < 0.75 < high <= 1
+    assert 0 <= low < 0.75 < high <= 1
     lost = [cell for cell in boards["letters", "compressed"]["cells"] if cell["ratio"] == 0.2]
-    assert [cell["against_full"][0] for cell in lost] == [-0.75, -0.75]
+    assert [cell["against"]["difference"] for cell in lost] == [-75, -75]
     (alone,) = boards["words", "full"]["cells"]
-    assert (alone["against_full"], alone["same"]) == (None, None)
+    assert (alone["against"], alone["same"], alone["interval"]) == (None, None, None)  # all its answers are right
+
+
+def test_p_values_are_corrected_for_the_rows_of_a_table(tmp_path):
+    truth = "abcdefghijklmnopqrst"
+    protocol = {"options": {}, **SCOPE, "first_token": "full"}
+    for method, lost in (("full", 0), ("snapkv", 8), ("knorm", 6), ("random", 1)):
+        answers = "-" * lost + truth[lost:]
+        ratio = 1.0 if method == "full" else 0.2
+        write_answers(tmp_path, "letters", method, ratio, answers, truth=truth, protocol=protocol)
+    (board,) = leaderboard(rows_of("mine", load_groups(tmp_path)))["boards"]
+    found = {cell["method"]: cell["against"] for cell in board["cells"]}
+    assert found.pop("full") is None
+    expected = holm([2**-7, 2**-5, 1])  # of 8, 6 and 1 answers that all turned the same way
+    assert [found[method]["holm"] for method in ("snapkv", "knorm", "random")] == pytest.approx(expected)
 
 
 def test_tables_of_other_questions_or_another_definition_of_the_task_are_others(tmp_path):

@@ -297,7 +297,7 @@ def test_the_store_never_holds_more_than_its_budget_and_keeps_what_came_first():
 
 def test_questions_about_one_picture_have_its_features_once():
     store = BatchStore(100)
-    one, other = (replace(batch_of(key, 10), shows=b"picture") for key in (b"a", b"b"))
+    one, other = (replace(batch_of(key, 10), shows=[b"picture"]) for key in (b"a", b"b"))
     store.keep_encoded(one, encoded_of(30))
     assert store.encoded(other) == store.encoded(one) != {}
     store.keep_encoded(other, encoded_of(30))

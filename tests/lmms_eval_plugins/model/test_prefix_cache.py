@@ -99,3 +99,13 @@ def test_equal_media_of_a_data_set_are_known_without_decoding_them():
     assert groups[0] == groups[1]
     assert len(set(groups)) == 3  # a document without media is a group of its own
     assert [request.args[3] for request in sorted(asked, key=media.together(asked, lambda _: 0))] == [0, 1, 2, 3]
+
+
+@SIZES
+def test_rows_say_which_questions_show_the_same(checkpoint, size):
+    lm = load_lm(checkpoint("qwen2-vl"), **size)
+    for cell in CELLS[:2]:  # the second finds its batches prepared
+        _, rows = answers(lm, cell, [*DOCS, {"text": "what is a word?", "images": []}])
+        shows = [row["shows"] for row in sorted(rows, key=lambda row: row["doc_id"])]
+        assert shows == [*shows[:2] * 3, ""]
+        assert len(set(shows)) == 3

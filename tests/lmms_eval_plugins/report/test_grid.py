@@ -10,7 +10,6 @@ from lmms_eval_plugins.report.metrics_command import main
 from tests.support.result_cells import write_answers as write
 
 DOCS = Path(__file__).parents[3] / "docs"
-FEW = ("--resamples", 100)  # 10,000 take a tenth of a second for each pair
 
 
 @pytest.fixture
@@ -72,7 +71,7 @@ def test_ratios_that_six_digits_do_not_tell_apart_are_compared_each_with_its_own
     for method in ("full", "knorm", "snapkv"):
         for ratio in (0.1234567, 0.1234568):
             folder = write(tmp_path, "one", method, 1.0 if method == "full" else ratio, "abcd")
-    _, text, _ = command(capsys, folder, "--json", "--compare", "knorm", "snapkv", *FEW)
+    _, text, _ = command(capsys, folder, "--json", "--compare", "knorm", "snapkv")
     assert [row["a"] for row in json.loads(text)["compared"]] == ["knorm 0.1234568", "knorm 0.1234567"]
 
 
@@ -118,19 +117,19 @@ def test_an_area_that_begins_below_what_was_measured_is_left_open(grid, capsys):
 
 
 def test_compare_pairs_the_questions_at_each_common_ratio(grid, capsys):
-    _, text, _ = command(capsys, grid[0], "--json", "--compare", "snapkv", "knorm", *FEW)
+    _, text, _ = command(capsys, grid[0], "--json", "--compare", "snapkv", "knorm")
     (row,) = json.loads(text)["compared"]
-    assert (row["a"], row["b"], row["questions"], row["difference"]) == ("snapkv 0.25", "knorm 0.25", 4, 0.5)
-    _, text, _ = command(capsys, grid[0], "--json", "--compare", "knorm", "full", *FEW)
+    assert (row["a"], row["b"], row["questions"], row["difference"]) == ("snapkv 0.25", "knorm 0.25", 4, 50)
+    _, text, _ = command(capsys, grid[0], "--json", "--compare", "knorm", "full")
     assert [(row["a"], row["difference"]) for row in json.loads(text)["compared"]] == [
-        ("knorm 0.5", -0.25), ("knorm 0.25", -0.5),
+        ("knorm 0.5", -25), ("knorm 0.25", -50),
     ]  # fmt: skip
 
 
 def test_tables_show_the_numbers(grid, capsys):
-    code, text, _ = command(capsys, *grid, "--compare", "knorm", "full", *FEW)
+    code, text, _ = command(capsys, *grid, "--compare", "knorm", "full")
     assert code == 0
-    for words in ("OP", "95 % interval", "smallest share within 1 points", "75.0 %", "4.00x", "-0.500"):
+    for words in ("OP", "95 % interval", "smallest share within 1 points", "75.0 %", "4.00x", "-50.0"):
         assert words in text
 
 
@@ -148,7 +147,7 @@ def test_what_keeps_more_than_was_asked_is_compared_at_what_it_keeps(grid, capsy
     for name in ("random", "hindsight"):
         write(root, "one", name, 0.25, "axxx" if name == "random" else "abcd")
     write(root, "one", "fastv", 0.25, "abcx", realised=0.499)
-    _, text, _ = command(capsys, grid[0], "--json", "--compare", "fastv", "knorm", *FEW)
+    _, text, _ = command(capsys, grid[0], "--json", "--compare", "fastv", "knorm")
     read = json.loads(text)
     cell = next(cell for cell in read["cells"] if cell["series"] == "fastv")
     assert (cell["kept"], cell["size"], cell["headroom"]) == (0.499, "0.25", None)  # random and hindsight keep 0.25
@@ -185,6 +184,8 @@ def test_cells_of_other_settings_are_not_compared_and_what_is_left_out_is_said(t
             ["--compare", "snapkvv", "knorm"],
             "'snapkvv' is not a series of one; the series are: 'full', 'knorm', 'snapkv'",
         ),
+        (["--reference", "snapk"], "'snapk' is not a series of one; the series are: 'full', 'knorm', 'snapkv'"),
+        (["--margin", "0"], "--margin"),
         (["--from", "1"], "starts at a ratio in (0, 1), not at 1"),
     ],
 )
@@ -197,12 +198,12 @@ def test_bad_input_is_one_line_and_code_2(grid, capsys, arguments, message):
 
 def test_a_method_with_two_series_has_to_be_named_in_full(grid, tmp_path, capsys):
     write(tmp_path, "one", "knorm", 0.5, "xxxx", options={"merge": "pivot"})
-    code, _, error = command(capsys, grid[0], "--compare", "knorm", "snapkv", *FEW)
+    code, _, error = command(capsys, grid[0], "--compare", "knorm", "snapkv")
     assert code == 0  # "knorm" is the name of a series
     write(tmp_path, "one", "snapkv", 0.25, "xxxx", options={"window_size": 8})
     write(tmp_path, "one", "h2o", 0.25, "xxxx", options={"recent": 0.1})
     write(tmp_path, "one", "h2o", 0.25, "xxxx", options={"recent": 0.2})
-    code, _, error = command(capsys, grid[0], "--compare", "h2o", "snapkv", *FEW)
+    code, _, error = command(capsys, grid[0], "--compare", "h2o", "snapkv")
     assert (code, "'h2o' names several series of one" in error) == (2, True)
 
 
@@ -214,18 +215,124 @@ def test_no_cells_or_no_full_cache_is_an_error(tmp_path, capsys, missing):
     assert {"folder": "is not a folder", "full": "run the same command with METHOD full"}[missing] in error
 
 
-def test_other_questions_than_the_full_caches_are_an_error(tmp_path, capsys):
+def test_cells_of_other_questions_are_compared_on_the_common_ones_and_say_how_many(tmp_path, capsys):
+    folder = write(tmp_path, "one", "full", 1.0, "abxd", seconds=2.0)
+    write(tmp_path, "one", "knorm", 0.5, "axc", truth="abc")
+    _, text, _ = command(capsys, folder, "--json")
+    read = json.loads(text)
+    cell, (test,) = read["cells"][1], read["tests"]
+    assert (cell["relative"], cell["loyalty"], cell["speed_up"]) == (pytest.approx(1), pytest.approx(1 / 3), 2)
+    assert (test["questions"], test["difference"], test["broken"], test["mended"]) == (3, 0, 1, 1)
+    write(tmp_path, "one", "knorm", 0.25, "abcdx", truth="abcde")
+    tables = command(capsys, folder)[1]
+    assert re.search(r"knorm +│ +0\.250 │ +4 of 5 │", tables)
+    assert re.search(r"knorm +│ +0\.500 │ +3 │", tables)
+
+
+def test_a_cell_without_a_common_question_is_an_error(tmp_path, capsys):
     folder = write(tmp_path, "one", "full", 1.0, "abcd")
-    write(tmp_path, "one", "knorm", 0.5, "abc", truth="abc")
+    samples = write(tmp_path, "one", "knorm", 0.5, "abcd") / "knorm-0.5" / "samples.jsonl"
+    samples.write_text(re.sub(r'"doc_id": (\d)', r'"doc_id": 1\1', samples.read_text()))
     code, _, error = command(capsys, folder)
-    assert (code, "answered different questions than the full cache" in error) == (2, True)
+    assert (code, "knorm at 0.5 shares no question with the full cache" in error) == (2, True)
+
+
+TRUTH = "abcdefghijklmnopqrst"
+
+
+def write_turned(root, method, ratio, broken, **more):
+    """A cell that has the first `broken` of 20 questions wrong."""
+    return write(root, "long", method, ratio, "-" * broken + TRUTH[broken:], truth=TRUTH, **more)
+
+
+def test_every_method_is_tested_against_the_full_cache_and_a_reference_with_holms_correction(tmp_path, capsys):
+    folder = write_turned(tmp_path, "full", 1.0, 1)
+    for method, broken in (("snapkv", 9), ("knorm", 6), ("random", 1)):
+        write_turned(tmp_path, method, 0.2, broken, tokens=3)
+        write_turned(tmp_path, method, 0.1, 9)
+    _, text, _ = command(capsys, folder, "--json", "--reference", "random")
+    tests = {(test["a"], test["b"]): test for test in json.loads(text)["tests"]}
+    of_full = [a for a, b in tests if b == "full 1"]
+    assert sorted(of_full) == [f"{method} {size}" for method in ("knorm", "random", "snapkv") for size in (0.1, 0.2)]
+    test = tests["snapkv 0.2", "full 1"]
+    assert (test["difference"], test["broken"], test["mended"]) == (-40, 8, 0)
+    assert (test["tokens_out"], test["reference_tokens_out"]) == (3, 2)
+    # Eight answers turned in four of six tests: 2 / 2**8, times six.
+    assert (test["p_value"], test["holm"]) == (2**-7, pytest.approx(6 * 2**-7))
+    assert tests["random 0.2", "full 1"]["holm"] == 1
+    of_random = {a: test for (a, b), test in tests.items() if b.startswith("random")}
+    assert sorted(of_random) == ["knorm 0.1", "knorm 0.2", "snapkv 0.1", "snapkv 0.2"]
+    assert of_random["snapkv 0.2"]["holm"] == pytest.approx(4 * 2**-7)
+    assert of_random["snapkv 0.1"]["difference"] == 0
+    assert "long, m against random" in command(capsys, folder, "--reference", "random")[1]
+
+
+def test_a_method_is_not_worse_if_its_interval_lies_above_the_margin(tmp_path, capsys):
+    folder = write_turned(tmp_path, "full", 1.0, 0)
+    write_turned(tmp_path, "knorm", 0.5, 0)
+    _, text, _ = command(capsys, folder, "--json")
+    (test,) = json.loads(text)["tests"]
+    assert test["not_worse"] == 0  # 20 equal answers show little
+    for margin, is_shown in ((-test["low"] - 0.1, False), (-test["low"] + 0.1, True)):
+        (test,) = json.loads(command(capsys, folder, "--json", "--margin", margin)[1])["tests"]
+        assert test["not_worse"] == is_shown
+        assert ("not shown" in command(capsys, folder, "--margin", margin)[1]) != is_shown
+    assert "not worse by 2 " in command(capsys, folder)[1]
+
+
+def test_power_says_what_so_many_questions_find(tmp_path, capsys):
+    folder = write_turned(tmp_path, "full", 1.0, 0)
+    write_turned(tmp_path, "knorm", 0.5, 12)
+    (test,) = json.loads(command(capsys, folder, "--json", "--margin", 10)[1])["tests"]
+    assert test["detects"] == pytest.approx(2.8016 * test["deviation"] / 20**0.5, rel=1e-4)
+    assert test["needed"] == pytest.approx(20 * (test["detects"] / 10) ** 2, abs=1)
+    assert "questions for 10" not in command(capsys, folder, "--margin", 10)[1]
+    assert "questions for 10" in command(capsys, folder, "--margin", 10, "--power")[1]
+
+
+def test_questions_about_one_picture_or_document_are_not_independent(tmp_path, capsys):
+    """By the recorded pictures, by the field that the task names, and by one that is asked for."""
+    documents = [{"page": n // 5} for n in range(20)]
+    folder = write_turned(tmp_path, "full", 1.0, 0, docs=documents)
+    write_turned(tmp_path, "knorm", 0.5, 12, docs=documents)
+
+    def clusters(*more):
+        tests = json.loads(command(capsys, folder, "--json", *more)[1])["tests"]
+        return [test["clusters"] for test in tests]
+
+    assert clusters() == [20]
+    assert clusters("--cluster", "page") == [4]
+    assert "4 clusters" in command(capsys, folder, "--cluster", "page")[1]
+    for file in folder.glob("*/samples.jsonl"):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for n, line in enumerate(lines):
+            line["measurement"]["shows"] = f"{n % 10}" if n < 15 else ""
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert clusters() == [15]  # ten pictures, and five questions without one
+    for file in folder.glob("*/results.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "configs": {"long": {"cluster_key": "page"}}}))
+    assert clusters() == [4]
+    assert clusters("--cluster", "doc_id") == [20]
+    code, _, error = command(capsys, folder, "--cluster", "videoID")
+    assert code == 2
+    assert error == "error: --cluster videoID: question 0 of 'long' has no such field, but doc_id, page\n"
+
+
+def test_the_field_of_lmms_evals_cluster_key_may_be_in_the_score(tmp_path, capsys):
+    folder = write_turned(tmp_path, "full", 1.0, 0, nested=True)
+    write_turned(tmp_path, "knorm", 0.5, 12, nested=True)
+    for file in folder.glob("*/results.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "configs": {"long": {"cluster_key": "videoID"}}}))
+    (test,) = json.loads(command(capsys, folder, "--json")[1])["tests"]
+    assert test["clusters"] == 1
+    assert test["p_value"] == 1  # all questions are about one video
 
 
 def test_a_metric_without_a_number_per_question_cannot_be_paired(grid, tmp_path, capsys):
     folder = grid[0]
     for file in folder.glob("*/samples.jsonl"):
         file.write_text(file.read_text().replace('"acc": 1.0', '"acc": {"question_id": 3}'))
-    code, _, error = command(capsys, folder, "--compare", "snapkv", "knorm", *FEW)
+    code, _, error = command(capsys, folder, "--compare", "snapkv", "knorm")
     assert (code, "one: acc has no score per question" in error) == (2, True)
     assert command(capsys, folder)[0] == 0  # loyalty and the rest need none
 
@@ -233,6 +340,6 @@ def test_a_metric_without_a_number_per_question_cannot_be_paired(grid, tmp_path,
 def test_scores_that_lie_among_other_things_are_compared(tmp_path, capsys):
     write(tmp_path, "video", "full", 1.0, "abcd", nested=True)
     folder = write(tmp_path, "video", "knorm", 0.5, "abxx", nested=True)
-    code, text, _ = command(capsys, folder, "--compare", "full", "knorm", "--json", *FEW)
+    code, text, _ = command(capsys, folder, "--compare", "full", "knorm", "--json")
     assert code == 0
-    assert json.loads(text)["compared"][0]["difference"] == 0.5
+    assert json.loads(text)["compared"][0]["difference"] == 50

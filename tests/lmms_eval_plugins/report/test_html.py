@@ -18,14 +18,14 @@ from lmms_eval_plugins.cells import results
 from lmms_eval_plugins.cells.kept_tokens import read_kept_tokens, write_kept_tokens
 from lmms_eval_plugins.cells.results import Cell
 from lmms_eval_plugins.model.kept_tokens import jpeg, packed_bits, packed_worth
-from lmms_eval_plugins.report import numbers
+from lmms_eval_plugins.report import grid, numbers
 from lmms_eval_plugins.report.appearance import MARKERS, colour
 from lmms_eval_plugins.report.html import groups as groups_module
 from lmms_eval_plugins.report.html import show
 from lmms_eval_plugins.report.html.data import made, mean_needs_kept, needs_by_question, page_data
 from lmms_eval_plugins.report.html.groups import gold, load_groups
 from lmms_eval_plugins.report.html.page import TEMPLATES
-from lmms_eval_plugins.report.html.tables import write_tables
+from lmms_eval_plugins.report.html.tables import markdown_group, write_tables
 from tests.support.browser import opened
 from tests.support.result_cells import write_answers
 
@@ -224,6 +224,38 @@ def test_headroom_is_known_between_random_and_hindsight_at_the_same_size_and_que
     assert headrooms.pop(("hindsight", 0.5)) == [1, 1, 1]
     assert headrooms.pop(("random", 0.5)) == [0, 0, 0]
     assert set(headrooms.values()) == {None}
+
+
+def test_every_cell_is_tested_against_the_full_cache(root, report):
+    (group,) = load_groups(root)
+    cells = page_data([group])["groups"][0]["cells"]
+    assert cells[0]["method"] == "full"
+    assert cells[0]["against"] is None
+    tests = grid.paired_tests(grid.load_grid([group.cells[0]["folder"].parent])[0])
+    for cell, test in zip(cells[1:], tests.itertuples(), strict=True):
+        assert cell["against"] == {
+            "questions": QUESTIONS, "difference": test.difference, "low": test.low, "high": test.high,
+            "holm": test.holm, "not_worse": 0, "broken": test.broken, "mended": 0, "margin": 2,
+        }  # fmt: skip
+        assert cell["against"]["broken"] / QUESTIONS == pytest.approx(cells[0]["score"] - cell["score"])
+    written = pd.read_csv(report / "cells.csv")
+    assert written["against_full_holm"][1:].tolist() == pytest.approx(tests["holm"])
+    table = (report / "tables.md").read_text().partition("Against the full cache:")[2].strip().split("\n\n")[0]
+    assert len(table.splitlines()) == 2 + len(tests)
+    assert f"| {tests['difference'][0]:.1f} |" in table.splitlines()[2]
+
+
+def test_without_a_full_cache_or_a_score_per_question_nothing_is_tested(tmp_path):
+    write_answers(tmp_path, "letters", "knorm", 0.5, "abcx")
+    (group,) = load_groups(tmp_path)
+    assert page_data([group])["groups"][0]["cells"][0]["against"] is None
+    assert "Against the full cache" not in markdown_group(group)
+    folder = write_answers(tmp_path, "letters", "full", 1.0, "abcd")
+    for file in folder.glob("*/samples.jsonl"):
+        file.write_text(file.read_text().replace('"acc": 1.0', '"acc": {"question_id": 3}'))
+    (group,) = load_groups(tmp_path)
+    assert [cell["against"] for cell in page_data([group])["groups"][0]["cells"]] == [None, None]
+    assert "Against the full cache" not in markdown_group(group)
 
 
 def test_groups_are_found_from_any_folder_above_the_cells_and_kept_apart(root, tmp_path):

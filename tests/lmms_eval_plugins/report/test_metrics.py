@@ -1,6 +1,5 @@
 """Metrics: each against numbers worked by hand."""
 
-import itertools
 import math
 
 import numpy as np
@@ -40,34 +39,6 @@ def test_loyalty_counts_the_full_caches_answers_right_or_wrong():
 
 def test_speed_up_is_of_the_total_time():
     assert metrics.speed_up([1.0, 1.0], [1.0, 3.0]) == 2.0
-
-
-def test_bootstrap_of_two_questions_is_what_all_four_resamples_say():
-    # A is right on both, B on one: the resampled mean difference is 0, 1/2, 1/2 or 1, each with probability 1/4.
-    found = metrics.paired_bootstrap([1, 1], [1, 0], resamples=5_000)
-    assert (found.questions, found.difference, found.low, found.high) == (2, 0.5, 0.0, 1.0)
-    assert found.p_value == pytest.approx(0.5, abs=0.02)  # 0 and 1 lie as far from 1/2 as that from 0
-
-
-def test_bootstrap_agrees_with_all_resamples_of_five_questions():
-    a, b = np.array([1, 1, 0, 1, 0.5]), np.array([0, 1, 0.3, 0, 0])
-    means = np.array([np.mean(draw) for draw in itertools.product(a - b, repeat=5)])  # all 3125
-    found = metrics.paired_bootstrap(a, b, resamples=10_000)
-    exact = np.mean(np.abs(means - np.mean(a - b)) >= np.mean(a - b) - 1e-12)
-    assert found.p_value == pytest.approx(exact, abs=0.01)
-    assert [found.low, found.high] == pytest.approx(np.percentile(means, [2.5, 97.5]), abs=0.05)
-
-
-def test_bootstrap_is_seeded_antisymmetric_and_never_certain():
-    a, b = [1, 1, 0, 1, 1, 0, 1], [0, 1, 0, 0, 1, 1, 0]
-    found, other = metrics.paired_bootstrap(a, b, 999), metrics.paired_bootstrap(b, a, 999)
-    assert found == metrics.paired_bootstrap(a, b, 999)
-    assert found != metrics.paired_bootstrap(a, b, 999, seed=1)
-    assert (other.difference, other.low, other.high) == pytest.approx((-found.difference, -found.high, -found.low))
-    assert metrics.paired_bootstrap([1] * 5, [0] * 5, 999).p_value == 1 / 1000
-    assert metrics.paired_bootstrap([1] * 5, [1] * 5, 999).p_value == 1.0
-    with pytest.raises(KVCompressError, match="not 2 and 1"):
-        metrics.paired_bootstrap([1, 1], [1])
 
 
 def test_area_is_the_mean_over_a_logarithmic_axis():
@@ -148,3 +119,12 @@ def test_the_interval_of_headroom_draws_the_questions_of_all_three_together():
     right = np.array([1, 0, 1, 1, 0, 0, 1, 0, 1, 0] * 10)
     wide = metrics.headroom(right, np.zeros(100), np.ones(100))
     assert (wide.part, wide.low, wide.high) == pytest.approx((0.5, 0.4, 0.6), abs=0.01)
+
+
+def test_the_interval_of_headroom_draws_whole_clusters():
+    """Ten clusters that are alike: whatever is drawn, the part is the same. Ten that are not: it scatters."""
+    right = np.array([1, 0, 1, 1, 0, 0, 1, 0, 1, 0] * 10)
+    alike = metrics.headroom(right, np.zeros(100), np.ones(100), [n // 10 for n in range(100)])
+    assert (alike.part, alike.low, alike.high) == (0.5, 0.5, 0.5)
+    apart = metrics.headroom(np.sort(right), np.zeros(100), np.ones(100), [n // 10 for n in range(100)])
+    assert apart.high - apart.low > 0.5

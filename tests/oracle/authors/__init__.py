@@ -10,6 +10,6 @@ compares every recording; what is not equal is named in the script's `DIFFERENCE
 table of the docs.
 
 Methods that drop tokens have a harness of their own: `token_recording.py`, `fixtures/tokens/`, `test_token_methods.py`;
-their scripts are fastv, sparsevlms, visionzip, vispruner, llava_prumerge, divprune, cdpruner, dycoke, evs and
-framefusion.
+their scripts are fastv, sparsevlms, visionzip, vispruner, llava_prumerge, divprune, cdpruner, dycoke, evs,
+framefusion, fastvid, holitom, lightcompress, pyramiddrop and vidcom2.
 """

@@ -149,7 +149,7 @@ def released(path: Path, name: str, namespace: dict[str, object]) -> Callable:
         node = next(node for node in nodes if getattr(node, "name", None) == part)
         nodes = node.body
     node.decorator_list, node.returns = [], None
-    for argument in [*node.args.args, *node.args.kwonlyargs]:
+    for argument in filter(None, [*node.args.args, *node.args.kwonlyargs, node.args.kwarg]):
         argument.annotation = None
     exec(compile(ast.Module([node], []), str(path), "exec"), namespace)
     return namespace[name.split(".")[-1]]

@@ -99,6 +99,24 @@ function hint(element, text) {
 const sizeName = (size) => (size.startsWith("budget") ? size : percent(Number(size), Number(size) < 0.01 ? 1 : 0));
 const decimal = (value) => (value === null ? "-" : value.toFixed(1));
 
+// -- tests against the full cache, in points (report/against.py)
+
+const signed = (value) => (value > 0 ? "+" : "") + value.toFixed(1);
+
+// Red or green where the difference is significant after Holm's correction for the rows of the table.
+function difference({ against }) {
+  if (!against) return "-";
+  const kind = against.holm >= 0.05 ? "" : against.difference < 0 ? "loss" : "gain";
+  const safe = against.not_worse ? `, not worse by ${against.margin}` : "";
+  return [make("span", { className: kind, textContent: signed(against.difference) }), make("small", { textContent: ` [${signed(against.low)}, ${signed(against.high)}]${safe}` })];
+}
+
+const TESTS = [
+  { name: "against full", value: (cell) => cell.against?.difference ?? null, show: difference, rare: true },
+  { name: "p (Holm)", value: (cell) => cell.against?.holm ?? null, show: ({ against }) => (against ? (against.holm < 0.0001 ? "<0.0001" : against.holm.toFixed(4)) : "-"), rare: true },
+  { name: "broken", value: (cell) => cell.against?.broken ?? null, show: ({ against }) => (against && against.broken !== null ? `${against.broken} of ${against.questions}` : "-"), rare: true },
+];
+
 // -- a table
 
 // A column has a `name`, and a `title` if its heading differs; `value`, a cell's sort key, and `words` if text;

@@ -15,11 +15,13 @@ const COLUMNS = [
   { name: "kept (asked)", value: (cell) => cell.realised ?? cell.ratio, show: (cell) => cell.kept },
   { name: "score", value: (cell) => cell.score, show: (cell) => [scoreText(cell), make("small", { textContent: errorText(cell) }), meter((cell.score ?? 0) / group.most)] },
   { name: "headroom", value: (cell) => cell.headroom?.[0] ?? null, show: (cell) => (cell.headroom ? `${percent(cell.headroom[0], 0)} [${cell.headroom.slice(1).map((end) => (100 * end).toFixed(0)).join(", ")}]` : "-"), rare: true },
+  ...TESTS,
   { name: "same as full", value: (cell) => cell.same, show: (cell) => percent(cell.same, 0), rare: true },
   { name: "TTFT", value: (cell) => cell.ttft_s, show: (cell) => milliseconds(cell.ttft_s), rare: true },
   { name: "per token", value: (cell) => cell.tpot_s, show: (cell) => milliseconds(cell.tpot_s), rare: true },
   { name: "answers/s", value: (cell) => cell.answers_per_s, show: (cell) => decimal(cell.answers_per_s), rare: true },
   { name: "tokens/correct", value: (cell) => cell.tokens_per_correct, show: (cell) => decimal(cell.tokens_per_correct), rare: true },
+  { name: "answer tokens", value: (cell) => cell.tokens_out, show: (cell) => decimal(cell.tokens_out), rare: true },
   { name: "KV cache", value: (cell) => cell.kv_bytes, show: (cell) => bytes(cell.kv_bytes), rare: true },
   { name: "samples", value: (cell) => cell.samples, show: (cell) => String(cell.samples), rare: true },
 ];

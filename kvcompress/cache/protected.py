@@ -1,0 +1,118 @@
+"""What `protect=` keeps from the evictions that follow a prompt."""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from ..device import on_device
+from ..errors import KVCompressError
+from ..policy.policy import Policy
+
+
+@dataclass(frozen=True)
+class Protected:
+    """The tokens of a sequence that evictions after its prompt may not drop.
+
+    Attributes:
+        mask: bool (batch, columns), True at these tokens; later columns are not among them.
+        tokens: how many of each row.
+        entries: how many of them are stored, as a mean over layers and KV heads.
+    """
+
+    mask: torch.Tensor
+    tokens: list[int]
+    entries: list[int]
+
+    def piece(self, start: int, stop: int) -> "Protected":
+        """Return those of some columns of a prompt in pieces, all of which are stored."""
+        mask = self.mask[:, start:stop]
+        counts = mask.sum(1).tolist()
+        return Protected(mask, counts, counts)
+
+    def after(self, before: "Protected | None", first: int) -> "Protected":
+        """Return these tokens, which begin at column `first`, behind those of earlier prompts."""
+        if before is None:
+            return replace(self, mask=F.pad(self.mask, (first, 0)))
+        earlier = F.pad(before.mask, (0, first - before.mask.shape[1]))
+        return Protected(
+            torch.cat([earlier, self.mask], dim=1),
+            [a + b for a, b in zip(before.tokens, self.tokens, strict=True)],
+            [a + b for a, b in zip(before.entries, self.entries, strict=True)],
+        )
+
+    def rows(self, rows: torch.Tensor) -> "Protected":
+        """Return some rows, LongTensor (rows,)."""
+        order = rows.tolist()
+        mask = self.mask[rows.to(self.mask.device)]
+        return Protected(mask, [self.tokens[row] for row in order], [self.entries[row] for row in order])
+
+    def among(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return which entries are protected: bool like `columns` (batch, kv_heads, entries), as in `Kept.indices`."""
+        mask = self.mask.to(columns.device)
+        known = (columns >= 0) & (columns < mask.shape[1])
+        at = columns.clamp(0, mask.shape[1] - 1).long()
+        return known & mask[:, None].expand(-1, columns.shape[1], -1).gather(2, at)
+
+    @classmethod
+    def joined(cls, parts: "list[Protected]", seen: list[int]) -> "Protected":
+        """Return those of several sequences of `seen` tokens as one batch, aligned to the right."""
+        width = max(seen)
+        masks = [
+            F.pad(part.mask, (width - length, length - part.mask.shape[1]))
+            for part, length in zip(parts, seen, strict=True)
+        ]
+        return cls(torch.cat(masks), [part.tokens[0] for part in parts], [part.entries[0] for part in parts])
+
+
+def protected_tokens(
+    policy: Policy,
+    lengths: list[int],
+    context: list[int],
+    vision: torch.Tensor | None,
+    columns: int,
+    is_first: bool,
+    device: torch.device,
+) -> dict[str, object]:
+    """Return the fields of `NewTokens` about what `protect=` protects in a prompt; none without the option.
+
+    Takes fields of `NewTokens`, with `vision` on the host. The masks are on `device`.
+
+    Raises:
+        KVCompressError: for what `Spans.mask` refuses, and if a budget has no room for what is protected.
+    """
+    spans = policy.protect
+    if spans is None:
+        return {}
+    mask = spans.mask(lengths, vision, columns, is_first)
+    begins = columns - torch.tensor(lengths)[:, None]
+    ends = begins + torch.tensor(context)[:, None]
+    places = torch.arange(columns)
+    counts, in_context = mask.sum(1).tolist(), (mask & (places < ends)).sum(1).tolist()
+    for row, (length, protected) in enumerate(zip(context, in_context, strict=True)):
+        if length:
+            most = policy.budget(length)
+            _check(policy, row, protected, most, f"the budget keeps {most}")
+    lasting = Protected(on_device(mask, device), counts, counts)
+    if spans.whole_prompt:
+        kept = [
+            length - scored + (policy.budget(scored) if scored else 0)
+            for length, scored in zip(lengths, context, strict=True)
+        ]
+        lasting = Protected(on_device(places >= begins, device), lengths, kept)
+    if policy.decode is not None:
+        for row, (length, entries) in enumerate(zip(lengths, lasting.entries, strict=True)):
+            most = policy.decode(length + policy.decode_interval)  # at the first eviction
+            _check(policy, row, entries + 1, most, f"{most} stay while decoding, the latest among them")
+    return {
+        "protected": lasting.mask if not spans.whole_prompt else on_device(mask, device),
+        "protected_lengths": tuple(in_context),
+        "lasting": lasting,
+    }
+
+
+def _check(policy: Policy, row: int, needed: int, room: int, what: str) -> None:
+    if needed > room:
+        raise KVCompressError(
+            f"protect={policy.engine.protect!r} needs {needed} entries in row {row}, but {what}: give a larger one"
+        )

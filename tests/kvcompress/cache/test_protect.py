@@ -1,0 +1,136 @@
+"""`protect=`: what it names is kept in every pass, inside the budget, in any batch."""
+
+import pytest
+import torch
+
+import kvcompress
+from kvcompress.check.reference import generate
+from kvcompress.clusters.base import KVCluster
+from kvcompress.errors import KVCompressError
+from kvcompress.methods import method_info
+from tests import fuzz
+from tests.support.calibrations import calibration_of
+from tests.support.examples import some
+from tests.support.families import FAMILIES
+from tests.support.kept import expected_entries, kept_of
+from tests.support.strategies import METHODS, SOME_METHODS
+
+QWEN2, QWEN2_VL = FAMILIES["qwen2"], FAMILIES["qwen2-vl"]
+SETTINGS = {
+    "prompt": {"ratio": 0.5, "decode_ratio": 0.55, "decode_interval": 2},
+    "first:3+tokens:10-14+last:2": {"ratio": 0.5, "decode_ratio": 0.4, "decode_interval": 3},
+    "text": {"ratio": 0.9},
+}
+
+
+def config(method: str, setting: str, **options: object) -> dict:
+    return {
+        "family": "qwen2-vl",
+        "heads": (4, 2),
+        "lengths": [47, 39],
+        "images": [1, 1],
+        "seed": 5,
+        "method": method,
+        "options": {"protect": setting, "first_token": "full", **SETTINGS[setting], **options},
+        "slots": 2,
+        "prefill_tokens": 25,
+    }
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("method", some(METHODS, SOME_METHODS))
+def test_what_is_protected_stays_in_every_pass_and_every_batch(method, setting):
+    fuzz.check(config(method, setting))
+
+
+@pytest.mark.parametrize("layer_budget", ["uniform", "pyramid", "attention-entropy"])
+@pytest.mark.parametrize("head_budget", ["uniform", "shared", "adaptive"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_parts_stay_whatever_shares_the_budget(setting, head_budget, layer_budget):
+    fuzz.check(config("snapkv", setting, head_budget=head_budget, layer_budget=layer_budget))
+
+
+def kept(cache: kvcompress.CompressedCache) -> torch.Tensor:
+    """LongTensor (layers, kv_heads, entries) of the one row."""
+    return torch.stack([torch.stack(layer[0]) for layer in kept_of(cache)])
+
+
+def chooses_by_scores(method: str) -> bool:
+    cls = method_info(method).cls
+    return all(getattr(cls, name) is getattr(KVCluster, name) for name in ("update_kv", "keep", "select"))
+
+
+@pytest.mark.parametrize("method", some([*filter(chooses_by_scores, METHODS)], ["snapkv", "h2o"]))
+def test_protected_tokens_are_counted_in_the_budget(method):
+    model = QWEN2.build()
+    inputs, options = QWEN2.inputs(model, [50]), calibration_of(method, model)
+    with kvcompress.compress(model, method, 0.4, protect="first:4+last:8", **options) as session:
+        generate(model, inputs, 2)
+    heads = [head for layer in kept_of(session.cache) for head in layer[0]]
+    each = expected_entries(0.4, 50, session.cache.policy.budget.on_top) + 1
+    assert sum(map(len, heads)) == each * len(heads)
+
+
+@pytest.mark.parametrize("decode", [30, 25])
+def test_with_the_prompt_protected_only_the_answer_is_evicted(decode):
+    model = QWEN2.build()
+    inputs = QWEN2.inputs(model, [20])
+    options = {"decode_budget": decode, "decode_interval": 1, "protect": "prompt"}
+    with kvcompress.compress(model, "streamingllm", 1.0, sinks=0, **options) as session:
+        generate(model, inputs, 20)
+    assert (kept(session.cache) == torch.tensor([*range(20), *range(39 - (decode - 20), 39)])).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"ratio": 0.2, "protect": "first:11"}, "needs 11 entries in row 0, but the budget keeps 10"),
+        ({"ratio": 0.5, "protect": "prompt", "decode_budget": 25}, "needs 26 entries in row 0, but 25 stay"),
+        ({"ratio": 0.5, "protect": "last:9", "decode_budget": 9}, "needs 10 entries in row 0, but 9 stay"),
+        ({"ratio": 0.5, "protect": "prompt", "prefill_chunk": 9}, "protect='prompt' does not go with prefill_chunk="),
+    ],
+)
+def test_a_budget_without_room_is_refused(options, said):
+    model = QWEN2.build()
+    with pytest.raises(KVCompressError, match=said), kvcompress.compress(model, "snapkv", **options):
+        model.generate(**QWEN2.inputs(model, [50]), max_new_tokens=2)
+
+
+def test_chunks_keep_what_is_protected():
+    model = QWEN2_VL.build()
+    inputs = QWEN2_VL.inputs(model, [60], [1])
+    options = {"protect": "first:12+tokens:30-41", "prefill_chunk": 16}
+    with kvcompress.compress(model, "snapkv", 0.5, **options) as session:
+        generate(model, inputs, 1)
+    for head in kept(session.cache).flatten(0, 1).tolist():
+        assert len(head) == 30
+        assert {*range(12), *range(30, 41)} <= set(head)
+
+
+def test_a_later_prompt_protects_its_own_end():
+    model = QWEN2.build()
+    first, second = (QWEN2.inputs(model, [30], seed=seed)["input_ids"] for seed in (1, 2))
+    with kvcompress.compress(model, "random", 0.3, protect="first:3+last:2") as session:
+        cache = model(first, use_cache=True).past_key_values
+        model(second, past_key_values=cache)
+    for head in kept(session.cache).flatten(0, 1).tolist():
+        assert len(head) == 18
+        assert {0, 1, 2, 28, 29, 58, 59} <= set(head)
+
+
+def test_a_loaded_cache_protects_what_the_saved_one_did(tmp_path):
+    model = QWEN2.build()
+    inputs = QWEN2.inputs(model, [30])
+    options = {"protect": "prompt", "decode_budget": 20, "decode_interval": 1}
+    with kvcompress.compress(model, "random", 0.4, **options):
+        cache = model(**inputs, use_cache=True).past_key_values
+        cache.save(tmp_path / "cache")
+        caches = [cache, kvcompress.CompressedCache.load(tmp_path / "cache", model)]
+        for each in caches:
+            for token in range(15):
+                model(inputs["input_ids"][:, token : token + 1], past_key_values=each)
+    one, other = map(kept, caches)
+    assert torch.equal(one, other)
+    assert one.shape[2] == 20
+    assert (one[..., :12] < 30).all()
+    assert (one[..., 12:] >= 30).all()

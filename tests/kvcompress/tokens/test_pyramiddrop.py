@@ -1,0 +1,78 @@
+"""PyramidDrop: three steps, at each of which the same share of the vision tokens stays."""
+
+import pytest
+import torch
+
+import kvcompress
+from kvcompress.check.reference import generate
+from kvcompress.policy.make import make_policy
+from tests.kvcompress.tokens.test_tokens import (
+    LENGTHS,
+    NEW,
+    TOLERANCE,
+    batch,
+    budget,
+    hidden_from,
+    kept_columns,
+    vision_of,
+)
+from tests.support.families import FAMILIES, VLM_FAMILIES
+
+METHOD = kvcompress.list_methods()["pyramiddrop"].cls
+
+
+@pytest.mark.parametrize("ratio", [0.4, 0.8])
+@pytest.mark.parametrize("family", VLM_FAMILIES)
+def test_it_keeps_what_the_last_token_attends_to_step_by_step(family, ratio):
+    model, inputs = batch(family, layers=12)
+    with kvcompress.compress(model, "pyramiddrop", ratio) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    with hidden_from(model, kept) as weights:
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    assert METHOD().layers(12) == [3, 6, 9]
+    for row, vision in enumerate(vision_of(inputs)):
+        left = vision.nonzero()[:, 0]
+        counts = METHOD().budgets(budget(ratio, len(left)), len(left), 12)
+        for layer, count in zip([3, 6, 9], counts, strict=True):
+            seen = weights[layer - 1][row].double().mean(0)[-1, left]
+            left = left[seen.topk(count).indices.sort().values]
+            assert [c for c in kept[layer][row] if c < len(vision) and vision[c]] == left.tolist()
+        with kvcompress.compress(model, "pyramiddrop", ratio) as session:
+            generate(model, FAMILIES[family].solo(inputs, row), NEW, forced=tokens[row : row + 1])
+        pads = max(LENGTHS) - LENGTHS[row]
+        assert [[c - pads for c in layer[row]] for layer in kept] == [layer[0] for layer in kept_columns(session.cache)]
+
+
+def test_the_preset_halves_the_tokens_at_layers_8_16_and_24():
+    kept = make_policy("pyramiddrop", preset="half").budget(576)
+    assert METHOD().layers(32) == [8, 16, 24]
+    assert METHOD().budgets(kept, 576, 32) == [288, 144, 72]
+
+
+@pytest.mark.parametrize("steps", [(8, 16, 24), (4, 12, 20), (2, 10, 30)])
+def test_layers_hold_in_the_mean_what_was_asked_for_and_steps_keep_one_share(steps):
+    method, tokens = METHOD(steps=steps), 5760
+    spans = [after - before for before, after in zip(steps, [*steps[1:], 32], strict=True)]
+    for kept in (1441, 2000, 2700, 5000, 5759):
+        counts = method.budgets(kept, tokens, 32)
+        mean = (steps[0] * tokens + sum(span * count for span, count in zip(spans, counts, strict=True))) / 32
+        assert kept - 1 <= mean <= kept + 0.001
+        share = counts[0] / tokens
+        assert counts == pytest.approx([tokens * share, tokens * share**2, tokens * share**3], abs=3)
+    assert method.budgets(tokens, tokens, 32) == [tokens] * 3
+    assert method.budgets(0, 0, 32) == [0, 0, 0]
+
+
+def test_in_a_short_model_steps_coincide_and_count_as_so_many():
+    assert METHOD().layers(2) == [1]
+    assert METHOD().budgets(50 + 4, 100, 2) == [8]  # one layer of 100 and one of 8
+    assert METHOD().layers(5) == [1, 3, 4]
+
+
+def test_less_than_the_first_stage_holds_is_one_clear_line():
+    model, inputs = batch("qwen2-vl", [40], [1], layers=12)
+    error = pytest.raises(kvcompress.KVCompressError, match=r"mean of 2 of 12 .* 12 layers .*: 3 layers hold all of")
+    with kvcompress.compress(model, "pyramiddrop", 0.2), error:
+        generate(model, inputs, 1)

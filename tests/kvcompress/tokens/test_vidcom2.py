@@ -1,0 +1,108 @@
+"""VidCom2: more tokens for unusual frames, and the unusual tokens of each."""
+
+import math
+
+import pytest
+import torch
+
+import kvcompress
+from kvcompress.check.reference import generate
+from kvcompress.tokens.vidcom2 import kept_of_frames
+from tests.kvcompress.tokens.test_tokens import (
+    NEW,
+    TOLERANCE,
+    VIDEO_FAMILIES,
+    batch,
+    budget,
+    entering,
+    hidden_from,
+    kept_columns,
+    video_batch,
+)
+
+
+def kernels(state: torch.Tensor, mean: torch.Tensor) -> float:
+    apart = float((state - mean).square().sum())
+    return sum(math.exp(-apart / (2 * width)) for width in (1 / 8, 1 / 4, 1 / 2, 1, 2))
+
+
+def stays(video: torch.Tensor, count: int) -> list[tuple[int, int]]:
+    """The (frame, place) of the tokens of a video (frames, tokens, size) that stay, by the definition."""
+    frames, tokens, size = video.shape
+    spread = [float((channel - channel.mean()).square().mean()) for channel in video.flatten(0, 1).T]
+    steady = sorted(range(size), key=lambda c: spread[c])[: size // 2]
+    states = [[video[f, t, steady] / video[f, t, steady].norm() for t in range(tokens)] for f in range(frames)]
+    means = [sum(frame) / tokens for frame in states]
+    whole = sum(means) / frames
+    to_video = [[kernels(state, whole) for state in frame] for frame in states]
+    unlike = [-sum(frame) / tokens / 0.01 for frame in to_video]
+    weights = [math.exp(u - max(unlike)) for u in unlike]
+    share = [1 + w / sum(weights) - 1 / frames for w in weights]
+    low, high = 0.0, tokens * frames / min(share)
+    for _ in range(200):  # the scale at which all frames' tokens, at most all of a frame, sum to the budget
+        scale = (low + high) / 2
+        quota = [min(max(scale * s, 1 if count >= frames else 0), tokens) for s in share]
+        low, high = (scale, high) if sum(quota) < count else (low, scale)
+    counts = [math.floor(q + 1e-9) for q in quota]
+    rest = sorted(range(frames), key=lambda f: (counts[f] - quota[f], f))
+    for f in rest[: count - sum(counts)]:
+        counts[f] += 1
+    kept = []
+    for f, (frame, mean) in enumerate(zip(states, means, strict=True)):
+        order = sorted(range(tokens), key=lambda t: to_video[f][t] + kernels(frame[t], mean))
+        kept += [(f, t) for t in order[: counts[f]]]
+    return sorted(kept)
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.4, 0.8, 1.0])
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+def test_it_keeps_what_a_plain_reference_chooses_and_hides_the_rest(family, ratio):
+    frames = [8, 8] if family == "llava-onevision" else [7, 5]
+    model, inputs, of_frames = video_batch(family, frames)
+    with entering(model, 0) as states:
+        _, full_logits = generate(model, inputs, NEW)
+    with kvcompress.compress(model, "vidcom2", ratio) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    with hidden_from(model, kept):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    if ratio == 1:
+        assert torch.equal(logits, full_logits)
+        return
+    for row, columns in enumerate(of_frames):
+        newline = int(family == "llava-onevision")
+        count = budget(ratio, sum(map(len, columns)) + newline) - newline
+        chosen = stays(states[0][row, torch.tensor(columns)].double(), count)
+        shown = {c for frame in columns for c in frame}
+        assert [c for c in kept[0][row] if c in shown] == [columns[frame][place] for frame, place in chosen]
+
+
+def test_an_unusual_frame_keeps_more_and_every_frame_one_if_there_are_as_many():
+    generator = torch.Generator().manual_seed(0)
+    video = torch.ones(6, 20, 16) + 0.3 * torch.randn(6, 20, 16, generator=generator)
+    video[4] += torch.randn(20, 16, generator=generator)
+    for count in (1, 6, 30, 119, 120):
+        kept = kept_of_frames(video, count)
+        assert int(kept.sum()) == count
+        assert kept.any(1).all() or count < 6
+    counts = kept_of_frames(video, 30).sum(1).tolist()
+    assert counts[4] > 1.5 * max(counts[:4] + counts[5:])
+    assert kept_of_frames(video, 110)[4].all()  # and what it cannot take goes to the others
+
+
+def test_rows_of_different_length_decode_as_each_alone():
+    model, inputs, _ = video_batch("qwen2.5-vl", [7, 5])
+    with kvcompress.compress(model, "vidcom2", preset="r25"):
+        tokens, logits = generate(model, inputs, NEW)
+    model, solo, _ = video_batch("qwen2.5-vl", [7])
+    with kvcompress.compress(model, "vidcom2", preset="r25"):
+        _, alone = generate(model, solo, NEW, forced=tokens[:1])
+    torch.testing.assert_close(logits[0], alone[0], atol=TOLERANCE, rtol=0)
+
+
+def test_an_image_that_does_not_fit_the_budget_is_one_clear_line():
+    model, inputs = batch("qwen2-vl", [40], [1])
+    error = pytest.raises(kvcompress.KVCompressError, match="vidcom2: row 0 cannot keep 6 of its 12 vision tokens")
+    with kvcompress.compress(model, "vidcom2", 0.5), error:
+        generate(model, inputs, 1)

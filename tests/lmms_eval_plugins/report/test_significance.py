@@ -1,0 +1,128 @@
+"""Tests and intervals: against scipy's and lmms-eval's own, and numbers worked by hand."""
+
+import numpy as np
+import pytest
+from lmms_eval.api.metrics import clustered_stderr, paired_ttest, power_analysis
+from scipy.stats import binomtest, t, ttest_rel
+
+from kvcompress import KVCompressError
+from lmms_eval_plugins.report.significance import (
+    holm,
+    least_difference,
+    mean_interval,
+    paired_test,
+    power_line,
+    questions_needed,
+)
+
+RANDOM = np.random.default_rng(0)
+A, B = (RANDOM.random((2, 300)) < [[0.8], [0.7]]).astype(float)
+
+
+def test_without_clusters_it_is_the_paired_t_test():
+    found, expected, lmms_evals = paired_test(A, B), ttest_rel(A, B), paired_ttest(list(A), list(B))
+    assert (found.questions, found.clusters, found.difference) == (300, 300, pytest.approx(np.mean(A - B)))
+    assert found.p_value == pytest.approx(expected.pvalue) == pytest.approx(lmms_evals["p_value"])
+    assert [found.low, found.high] == pytest.approx([*expected.confidence_interval()])
+    other = paired_test(B, A)
+    assert (other.difference, other.low, other.high) == pytest.approx((-found.difference, -found.high, -found.low))
+
+
+def test_with_clusters_the_standard_error_is_lmms_evals():
+    clusters = RANDOM.integers(100, size=300)
+    a = np.clip(A + 0.3 * (clusters % 3), 0, 1)
+    found = paired_test(a, B, clusters)
+    half = t.ppf(0.975, found.clusters - 1) * clustered_stderr(list(a - B), list(clusters))
+    assert found.clusters == len(set(clusters))
+    assert (found.high - found.low) / 2 == pytest.approx(half, rel=0.01)  # they differ in 1 / clusters
+
+
+def test_asking_each_question_three_times_shows_nothing_new():
+    once, thrice = paired_test(A, B), paired_test(np.repeat(A, 3), np.repeat(B, 3), np.repeat(np.arange(300), 3))
+    assert thrice.questions == 900
+    assert [thrice.low, thrice.high] == pytest.approx([once.low, once.high], abs=1e-3)
+    assert thrice.p_value == pytest.approx(once.p_value, rel=0.01)
+    careless = paired_test(np.repeat(A, 3), np.repeat(B, 3))
+    assert careless.high - careless.low < 0.6 * (once.high - once.low)
+
+
+@pytest.mark.parametrize("lost", [1, 4, 9])
+def test_where_few_answers_turned_the_p_value_is_that_of_the_sign_test(lost):
+    a = np.ones(100)
+    a[:lost] = 0
+    found = paired_test(a, np.ones(100))
+    assert found.p_value == pytest.approx(binomtest(lost, lost).pvalue)
+    assert found.low < -lost / 100 < found.high
+    assert (found.high < 0) == (found.p_value < 0.025)
+
+
+def test_equal_answers_to_few_questions_do_not_show_that_methods_are_equal():
+    for questions in (10, 100, 1000):
+        found = paired_test(np.ones(questions), np.ones(questions))
+        assert (found.difference, found.p_value, found.high) == (0, 1, -found.low)
+        # Were a share of `high` to turn, none of so many questions would in 1 case of 80.
+        assert (1 - found.high) ** questions == pytest.approx(1 / 80)
+
+
+def test_the_interval_of_few_holds_the_truth_often_enough():
+    random, missed = np.random.default_rng(1), 0
+    for _ in range(400):
+        turned = random.choice([-1, 0, 1], p=[0.04, 0.95, 0.01], size=60)
+        found = paired_test(1 + np.minimum(turned, 0), 1 - np.maximum(turned, 0))
+        missed += not found.low <= -0.03 <= found.high
+    assert missed <= 0.05 * 400
+
+
+def test_a_large_cluster_that_turned_is_within_the_interval():
+    a, clusters = np.ones(100), [0] * 80 + [*range(1, 21)]
+    a[:80] = 0
+    found = paired_test(a, np.ones(100), clusters)
+    assert (found.difference, found.clusters, found.p_value) == (-0.8, 21, 1)
+    assert found.low <= -0.8
+
+
+def test_scores_of_another_range_have_an_interval_of_that_range():
+    found = paired_test(np.full(20, 80.0), np.full(20, 80.0))
+    shares = paired_test(np.ones(20), np.ones(20))
+    assert found.high == pytest.approx(80 * shares.high)
+
+
+def test_different_questions_cannot_be_paired():
+    with pytest.raises(KVCompressError, match="not 2 and 1"):
+        paired_test([1, 1], [1])
+    with pytest.raises(KVCompressError, match="not 0 and 0"):
+        paired_test([], [])
+
+
+def test_the_interval_of_a_mean_is_clustered_and_ends_where_scores_do():
+    half = t.ppf(0.975, 299) * A.std(ddof=1) / np.sqrt(300)
+    assert mean_interval(A) == pytest.approx((A.mean() - half, A.mean() + half))
+    low, high = mean_interval(np.repeat(A, 2), np.repeat(np.arange(300), 2))
+    assert high - low == pytest.approx(2 * half, rel=0.01)
+    assert mean_interval([1, 1, 1, 0])[1] == 1
+    assert mean_interval([80, 90, 100, 70])[1] > 100
+    assert mean_interval([1, 1, 1]) is mean_interval([1, 0], ["a", "a"]) is None
+
+
+def test_holm_multiplies_the_smallest_by_the_number_of_tests():
+    corrected = holm([0.01, 0.04, np.nan, 0.03, 0.5])
+    assert corrected == pytest.approx([0.04, 0.09, np.nan, 0.09, 0.5], nan_ok=True)
+    assert np.isnan(holm([np.nan])).all()
+
+
+def test_power_is_lmms_evals():
+    expected = power_analysis(0.02, std_a=0.5, correlation=0.5, current_n=250)
+    assert questions_needed(0.02, 0.5) == expected["min_n"]
+    assert least_difference(250, 0.5) == pytest.approx(expected["min_detectable_effect"], abs=1e-4)
+    assert power_line("t", 250) == (
+        "t: 250 questions show a difference of 5.6 points (p < 0.05, power 80%, if a tenth of the answers change); "
+        "2 points need 1963"
+    )
+
+
+def test_so_many_questions_do_find_that_difference():
+    random, needed, found = np.random.default_rng(2), questions_needed(0.1, np.sqrt(0.2)), 0
+    for _ in range(300):
+        turned = random.choice([-1, 0, 1], p=[0.15, 0.8, 0.05], size=needed)
+        found += paired_test(turned, np.zeros(needed)).p_value < 0.05
+    assert 0.73 < found / 300 < 0.88

@@ -1,0 +1,50 @@
+"""xuyang-liu16/VidCom2: vidcom2_compression, which chooses among a video's projected tokens."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from kvcompress.methods import make_method
+from kvcompress.tokens import Tokens
+
+from .token_recording import TokenRecording, normal, released, save
+
+TOKENS, SIZE = 30, 12  # of a frame
+
+
+def draw(seed: int, frames: int) -> torch.Tensor:
+    """A video (frames, TOKENS, SIZE) whose frames are alike, some less than others."""
+    change = 0.2 + normal(seed + 2, frames, 1, 1).abs()
+    return normal(seed, 1, TOKENS, SIZE) + change * normal(seed + 1, frames, TOKENS, SIZE)
+
+
+def ours(recording: TokenRecording) -> list[torch.Tensor]:
+    video, method = draw(**recording.drawn), make_method(recording.method, **recording.options)
+    hidden = torch.cat([video.flatten(0, 1), torch.zeros(1, SIZE)])[None]  # and a text
+    vision = torch.arange(hidden.shape[1])[None] < hidden.shape[1] - 1
+    frames = [[torch.arange(vision.shape[1] - 1).view(len(video), TOKENS)]]
+    tokens = Tokens(vision, None, [recording.budget], hidden, frames=frames)
+    chosen, hidden = method.choose(method.score(tokens), tokens)
+    return [hidden[chosen]]
+
+
+def main() -> None:
+    checkout = Path(sys.argv[1])
+    file = "token_compressor/vidcom2/vidcom2.py"
+    names = {"torch": torch, "F": F, "MODEL_SPECS": {"qwen2_5_vl": {"tpf": None, "mapper": "linear"}}}
+    parts = ("select_low_var_channels", "_multi_scale_gaussian", "compute_gaussian_scores", "compute_scales")
+    for name in (*parts, "select_outlier_indices", "_map_linear_offset", "map_features"):
+        released(checkout / file, name, names)
+    compress = released(checkout / file, "vidcom2_compression", names)
+    recordings = []
+    for seed, (frames, ratio) in enumerate([(8, 0.25), (16, 0.25), (16, 0.5), (32, 0.15), (10, 0.8)]):
+        drawn = {"seed": 10 * seed, "frames": frames}
+        states = compress(draw(**drawn).flatten(0, 1), "qwen2_5_vl", ratio, TOKENS)
+        recordings.append(TokenRecording("vidcom2", "vidcom2", {}, drawn, len(states), [states]))
+    save("vidcom2", recordings, "xuyang-liu16/VidCom2", checkout, f"{file}: vidcom2_compression")
+
+
+if __name__ == "__main__":
+    main()
