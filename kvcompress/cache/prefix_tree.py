@@ -1,6 +1,7 @@
 """A radix tree of prompt prefixes: each node holds successive tokens of one or more prompts and their computed
 states."""
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -18,14 +19,20 @@ class Node:
     Attributes:
         given: what identifies the tokens, each (tokens, size): ids or embeddings, positions and the like.
         computed: their queries, keys and values in each layer, (heads, tokens, head_dim).
+        above: the node of the tokens before, a weak reference, so that a tree is freed as soon as nobody holds it; None
+            for a root.
         used: when a prompt last passed through the node.
     """
 
     given: Columns
     computed: Columns
-    parent: "Node | None" = None
+    above: "weakref.ref[Node] | None" = None
     children: "dict[bytes, Node]" = field(default_factory=dict)  # by their first token
     used: int = 0
+
+    @property
+    def parent(self) -> "Node | None":
+        return None if self.above is None else self.above()
 
     @property
     def tokens(self) -> int:
@@ -111,7 +118,7 @@ class PrefixTree:
         computed = [part[..., start - first : start - first + behind, :].detach() for part in computed]
         is_tight = self.room - self.nbytes < (1 + SLACK) * per_token * behind
         computed = self._here([_copy(part) if is_tight or not _is_most(part) else part for part in computed])
-        node = Node(given, computed, parent, used=self._clock)
+        node = Node(given, computed, weakref.ref(parent), used=self._clock)
         parent.children[_first(given)] = node
         self.nbytes += node.nbytes
 
@@ -125,9 +132,15 @@ class PrefixTree:
     def _split(self, node: Node, tokens: int) -> None:
         """Split a node after its first `tokens` tokens."""
         before = node.nbytes
-        rest = Node(_cut(node.given, tokens, None), _cut(node.computed, tokens, None), node, node.children, node.used)
+        rest = Node(
+            _cut(node.given, tokens, None),
+            _cut(node.computed, tokens, None),
+            weakref.ref(node),
+            node.children,
+            node.used,
+        )
         for child in rest.children.values():
-            child.parent = rest
+            child.above = weakref.ref(rest)
         node.given, node.computed = _cut(node.given, 0, tokens), _cut(node.computed, 0, tokens)
         node.children = {_first(rest.given): rest}
         self.nbytes += node.nbytes + rest.nbytes - before

@@ -1,5 +1,8 @@
 """A radix tree finds what prompts have in common, gives back what was computed of it, and keeps to its bytes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
@@ -87,3 +90,16 @@ def test_what_is_nearly_a_whole_tensor_is_not_copied_where_there_is_room_for_all
     assert memory_of(tree) == tree.nbytes <= tree.room
     tree.add("model", *columns([0, *other[1:32], 3]), 0)  # splits the node
     assert memory_of(tree) == tree.nbytes <= tree.room
+
+
+def test_a_tree_that_nobody_holds_is_freed_at_once():
+    tree = PrefixTree(10**6)
+    for prompt in ([0, 1, 2], [0, 1, 3], [0, 2]):
+        tree.add("model", *columns(prompt), 0)
+    nodes = [weakref.ref(node) for node in tree._nodes()]
+    gc.disable()
+    try:
+        del tree
+        assert [node() for node in nodes] == [None] * 5
+    finally:
+        gc.enable()
