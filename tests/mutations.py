@@ -766,6 +766,13 @@ MUTATIONS = {
         "attention counts less beside the values",
         recorded("kvpress criticalkv"),
     ),
+    "defensivekv-worst-case": Mutation(
+        "clusters/defensivekv.py",
+        "risk = pooled.amax((2, 3))",
+        "risk = pooled.mean((2, 3))",
+        "the mean over the window's queries counts, not the worst case",
+        recorded("defensivekv defensivekv"),
+    ),
     "chunkkv-mean": Mutation(
         "clusters/chunkkv.py",
         ".unflatten(-1, (-1, size)).mean(-1)",

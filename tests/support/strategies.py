@@ -100,6 +100,12 @@ OPTIONS: dict[str, dict[str, list]] = {
         "first_stage": [0.0, 0.5, 1.0],
         "epsilon": [0.0, 1e-4],
     },
+    "defensivekv": {
+        "window_size": [1, 8],
+        "kernel_size": [1, 5],
+        "pooling": ["avg", "max"],
+        "mass": [0.0, 0.9, 1.0],
+    },
     "expected-attention": {
         "sinks": [0, 4],
         "future": [1, 512],
