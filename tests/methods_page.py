@@ -22,7 +22,7 @@ FOLDER = ROOT / "docs" / "methods"
 TABLES = ROOT / "benchmarks" / "results"
 MARK = "<!-- end of the part made by `python -m tests.methods_page`; the part below is written by hand -->\n"
 
-AUTHORS, KVPRESS, FORMULA, PARTS = "authors' code", "kvpress", "formula", "its parts"
+AUTHORS, KVPRESS, VLLM, FORMULA, PARTS = "authors' code", "kvpress", "vllm", "formula", "its parts"
 CHECKED_BY = {
     **dict.fromkeys(("adakv", "cake", "cam", "chunkkv", "criticalkv", "csp", "d2o", "h2o", "infinipot-v"), AUTHORS),
     "defensivekv": AUTHORS,
@@ -32,7 +32,8 @@ CHECKED_BY = {
     **dict.fromkeys(("prumerge+", "sparsevlm", "visionzip", "vispruner"), AUTHORS),
     **dict.fromkeys(("compactor", "lava", "leverage", "morphkv", "non-causal-attention"), AUTHORS),
     **dict.fromkeys(("duoattention", "fastkvzip", "q-filters", "sparsemm", "triattention"), AUTHORS),
-    **dict.fromkeys(("entropy-gated-chunkkv", "kvzap"), KVPRESS),
+    **dict.fromkeys(("dropkv", "entropy-gated-chunkkv", "kvzap"), KVPRESS),
+    "kvcrush": VLLM,
     **dict.fromkeys(("capkv", "cur", "expected-attention", "finch", "keydiff", "kvcompose"), KVPRESS),
     "adamixkv": PARTS,
     **dict.fromkeys(("aircache", "full", "hindsight", "random", "sagekv", "simlayerkv", "vl-cache", "vnorm"), FORMULA),
@@ -45,6 +46,7 @@ the compressed cache. Brackets give the kept share if it differs from the ratio.
 CHECKS = {
     AUTHORS: "the authors' code: the entries that it keeps and merges, recorded in `tests/oracle/authors/`",
     KVPRESS: "[kvpress](https://github.com/NVIDIA/kvpress), which implements the method, in the same way",
+    VLLM: "a [pull request to vLLM](https://github.com/vllm-project/vllm/pull/47967) with the method, in the same way",
     FORMULA: "a plain float64 reference, written from the paper, in `tests/oracle/`",
     PARTS: "its parts: it keeps the same entries as `adakv` with the scores and options of its recipe",
 }
@@ -74,6 +76,7 @@ row does not depend on its batch. The column *checked by* names what also checks
 - *authors' code*: the entries that the authors' released functions keep and merge on the same states
   ([shares](../benchmarks/results/fidelity.md));
 - *kvpress*: the same with [kvpress](https://github.com/NVIDIA/kvpress), which implements the method;
+- *vllm*: the same with a [pull request to vLLM](https://github.com/vllm-project/vllm/pull/47967), not merged;
 - *formula*: a plain float64 reference with loops, written from the paper. No code was released, or none corresponds to
   the default: `simlayerkv`'s published rule is `variant="code"`, which its authors' code checks; `full` has the logits
   of the plain model bit for bit, `random` its distribution, and `hindsight` the model's own attention weights;
@@ -98,8 +101,10 @@ def idea(info: MethodInfo) -> str:
 
 
 def paper_label(url: str) -> str:
-    """`2404.14469` of an arXiv link; elsewhere the publisher's name."""
-    return url.rsplit("/", 1)[1] if "arxiv.org" in url else "PMLR"
+    """`2404.14469` of an arXiv link; elsewhere where it was published."""
+    if "arxiv.org" in url:
+        return url.rsplit("/", 1)[1]
+    return "OpenReview" if "openreview.net" in url else "PMLR"
 
 
 def table(methods: dict[str, MethodInfo]) -> str:

@@ -773,6 +773,27 @@ MUTATIONS = {
         "the mean over the window's queries counts, not the worst case",
         recorded("defensivekv defensivekv"),
     ),
+    "dropkv-renormalised": Mutation(
+        "clusters/dropkv.py",
+        "factors = (weights / (1 - weights + EPSILON)).square()",
+        "factors = weights.square()",
+        "the other weights do not grow when a key goes",
+        recorded("dropkv dropkv"),
+    ),
+    "kvcrush-first-of-equals": Mutation(
+        "clusters/kvcrush.py",
+        ".argsort(dim=-1, stable=True)",
+        ".flip(-1).argsort(dim=-1, stable=True).neg().add(columns - 1)",
+        "of tokens as far from the anchor, the last comes first",
+        recorded("kvcrush kvcrush, each head first, anchor=zeros, representatives=0.6"),
+    ),
+    "kvcrush-by-token": Mutation(
+        "clusters/kvcrush.py",
+        "columns = view.stored.columns % (seen + 1)",
+        "columns = columns % (seen + 1)",
+        "while decoding, bits of different tokens are put together",
+        (CORE + "clusters/test_kvcrush.py",),
+    ),
     "chunkkv-mean": Mutation(
         "clusters/chunkkv.py",
         ".unflatten(-1, (-1, size)).mean(-1)",

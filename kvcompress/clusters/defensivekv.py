@@ -49,7 +49,8 @@ class DefensiveKVCluster(WindowKVCluster):
         risk = risk.maximum(risk.sum(-1, keepdim=True) / older.sum(-1, keepdim=True))
 
         norms = projected_norm(values, view.module, "defensivekv")
-        scores = (risk * (norms / norms.sum(1, keepdim=True))).masked_fill(~older, 0.0)
+        norms = norms / norms.sum(1, keepdim=True).clamp(min=torch.finfo(norms.dtype).tiny)
+        scores = (risk * norms).masked_fill(~older, 0.0)
         # The window and the sure keys tie with the layer's best: over several layers they are not above all others.
         best = scores.amax((1, 2), keepdim=True)
         sure = self.sure(weights, view) | (torch.arange(columns, device=keys.device) >= columns - window)
@@ -66,7 +67,7 @@ class DefensiveKVCluster(WindowKVCluster):
         held = (attention / attention.sum(-1, keepdim=True)).sort(-1, descending=True).values.cumsum(-1)
         count = (held < self.mass - before[:, None, None]).sum(-1)
         room = [
-            budget * (length - window) // length - window
+            budget * (length - window) // max(length, 1) - window
             for budget, length in zip(view.budgets, view.lengths, strict=True)
         ]
         count = count.minimum(on_device(room, weights.device)[:, None])
