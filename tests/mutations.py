@@ -564,7 +564,7 @@ MUTATIONS = {
         (CORE + "tokens/test_tokens.py::test_a_row_alone_keeps_the_same_tokens_and_has_the_same_logits",),
     ),
     "tower-layer": Mutation(
-        "hooks/vision_tower.py",
+        "hooks/tower_attention.py",
         "self.attention, self.method = attentions[layer], method",
         "self.attention, self.method = attentions[-1], method",
         "VisionZip reads the vision tower's last layer, whatever layer is asked for",
@@ -1034,8 +1034,8 @@ MUTATIONS = {
     ),
     "learned-stored": Mutation(
         "clusters/learned.py",
-        "place = view.stored.columns - (view.stored.seen - foretold.shape[2])",
-        "place = view.stored.columns - (view.stored.seen - foretold.shape[2]) - 1",
+        "place = view.stored.columns - (view.stored.seen - predicted.shape[2])",
+        "place = view.stored.columns - (view.stored.seen - predicted.shape[2]) - 1",
         "a stored token carries its neighbour's score",
         ("tests/kvcompress/learned/test_learned.py",),
     ),
