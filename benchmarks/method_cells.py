@@ -63,6 +63,8 @@ class Task:
     Attributes:
         identity: hash of the questions and the model; answers stored under another identity are not used.
         window_size: replaces a longer observation window in every method that has one; None: no replacement.
+        shows: for each question a digest of what it is about, since questions about the same are not independent;
+            empty: each is about something else.
         calibrations: a folder with a file for each method that needs one; methods without a file are left out.
     """
 
@@ -81,6 +83,7 @@ class Task:
     kept: str = "the ratio asked"  # meaning of the columns
     measure: str = "Accuracy"  # the name of the score
     calibrations: Path | None = None
+    shows: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ def tiny(questions: int) -> Task:
         has_images=True,
         window_size=8,
         calibrations=BUNDLED[TINY_MODEL],
+        shows=tuple(_hash(one.pixels.tobytes()) for one in examples),
     )
 
 
@@ -110,8 +111,13 @@ def regime(
         has_images=True,
         window_size=8,
         calibrations=BUNDLED[TINY_MODEL],
+        shows=tuple(_hash(*_media(one), one.text.encode()) for one in prompts),
         **options,
     )
+
+
+def _media(shown: Shown) -> list[bytes]:
+    return [part.tobytes() for part in (*shown.pictures, *(() if shown.frames is None else shown.frames))]
 
 
 def in_batches(prompts: list[Shown], batch_size: int, alike: Callable[[Shown], Hashable]) -> list[Shown]:

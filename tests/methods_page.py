@@ -22,17 +22,19 @@ FOLDER = ROOT / "docs" / "methods"
 TABLES = ROOT / "benchmarks" / "results"
 MARK = "<!-- end of the part made by `python -m tests.methods_page`; the part below is written by hand -->\n"
 
-AUTHORS, KVPRESS, FORMULA, PARTS, DRAWS = "authors' code", "kvpress", "formula", "its parts", "its draws"
+AUTHORS, KVPRESS, VLLM, FORMULA, PARTS, DRAWS = "authors' code", "kvpress", "vllm", "formula", "its parts", "its draws"
 LIGHTCOMPRESS = "LightCompress"
 CHECKED_BY = {
     **dict.fromkeys(("adakv", "cake", "cam", "chunkkv", "criticalkv", "csp", "d2o", "h2o", "infinipot-v"), AUTHORS),
+    "defensivekv": AUTHORS,
     **dict.fromkeys(("knorm", "kvzip", "lagkv", "look-m", "meda", "mixkv", "prefixkv", "pyramidkv", "r-kv"), AUTHORS),
     **dict.fromkeys(("snapkv", "streamingllm", "tgv-kv", "tova"), AUTHORS),
     **dict.fromkeys(("cdpruner", "divprune", "dycoke", "evs", "fastv", "fastvid", "framefusion", "holitom"), AUTHORS),
     **dict.fromkeys(("prumerge+", "pyramiddrop", "sparsevlm", "vidcom2", "visionzip", "vispruner"), AUTHORS),
     **dict.fromkeys(("compactor", "lava", "leverage", "morphkv", "non-causal-attention"), AUTHORS),
     **dict.fromkeys(("duoattention", "fastkvzip", "q-filters", "sparsemm", "triattention"), AUTHORS),
-    **dict.fromkeys(("entropy-gated-chunkkv", "kvzap"), KVPRESS),
+    **dict.fromkeys(("dropkv", "entropy-gated-chunkkv", "kvzap"), KVPRESS),
+    "kvcrush": VLLM,
     **dict.fromkeys(("capkv", "cur", "expected-attention", "finch", "keydiff", "kvcompose"), KVPRESS),
     "adamixkv": PARTS,
     "dart": LIGHTCOMPRESS,
@@ -49,6 +51,7 @@ CHECKS = {
     AUTHORS: "the authors' code: the entries that it keeps and merges, recorded in `tests/oracle/authors/`",
     KVPRESS: "[kvpress](https://github.com/NVIDIA/kvpress), which implements the method, in the same way",
     LIGHTCOMPRESS: "[LightCompress](https://github.com/ModelTC/LightCompress), which has a port of the authors' code",
+    VLLM: "a [pull request to vLLM](https://github.com/vllm-project/vllm/pull/47967) with the method, in the same way",
     FORMULA: "a plain float64 reference, written from the paper, in `tests/oracle/`",
     DRAWS: "its draws: every token, and every pair, stays equally often",
     PARTS: "its parts: it keeps the same entries as `adakv` with the scores and options of its recipe",
@@ -80,6 +83,7 @@ row does not depend on its batch. The column *checked by* names what also checks
   ([shares](../benchmarks/results/fidelity.md));
 - *kvpress*, *LightCompress*: the same with [kvpress](https://github.com/NVIDIA/kvpress) or
   [LightCompress](https://github.com/ModelTC/LightCompress), which implement the method;
+- *vllm*: the same with a [pull request to vLLM](https://github.com/vllm-project/vllm/pull/47967), not merged;
 - *formula*: a plain float64 reference with loops, written from the paper. No code was released, or none corresponds to
   the default: `simlayerkv`'s published rule is `variant="code"`, which its authors' code checks; `full` has the logits
   of the plain model bit for bit, `random` its distribution, and `hindsight` the model's own attention weights;
@@ -105,8 +109,10 @@ def idea(info: MethodInfo) -> str:
 
 
 def paper_label(url: str) -> str:
-    """`2404.14469` of an arXiv link; elsewhere the publisher's name."""
-    return url.rsplit("/", 1)[1] if "arxiv.org" in url else "PMLR"
+    """`2404.14469` of an arXiv link; elsewhere where it was published."""
+    if "arxiv.org" in url:
+        return url.rsplit("/", 1)[1]
+    return "OpenReview" if "openreview.net" in url else "PMLR"
 
 
 def table(methods: dict[str, MethodInfo]) -> str:

@@ -3,6 +3,7 @@
 import copy
 import logging
 import numbers
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -48,9 +49,7 @@ def check_room(policy: Policy, max_new_tokens: object) -> None:
         return
     is_count = isinstance(max_new_tokens, numbers.Integral) and not isinstance(max_new_tokens, bool)
     if not is_count or max_new_tokens < 0:
-        raise KVCompressError(
-            f"max_new_tokens={max_new_tokens!r} is not an integer of at least 0: it counts new tokens"
-        )
+        raise KVCompressError(f"max_new_tokens={max_new_tokens!r} is not an integer of at least 0, a number of tokens")
 
 
 def _states(layer: object) -> list[torch.Tensor]:
@@ -315,8 +314,7 @@ class CompressedCache(DynamicCache):
 
     @contextmanager
     def reuse(self) -> Iterator["CompressedCache"]:
-        """Context manager: generations inside start from the cache's current contents, which are restored
-        afterwards."""
+        """Context manager: generations inside start from the current contents, which are restored afterwards."""
         held, stage = [layer.fork() for layer in self.compressed_layers], self._stage
         self._count_together()
         rope_deltas = self.rope_deltas
@@ -331,11 +329,7 @@ class CompressedCache(DynamicCache):
     @contextmanager
     def other_layers_unchanged(self) -> Iterator[None]:
         """Context manager that restores the layers with transformers' own storage."""
-        others = {
-            layer_idx: copy.deepcopy(layer)
-            for layer_idx, layer in enumerate(self.layers)
-            if not isinstance(layer, CompressedLayer)
-        }
+        others = copy.deepcopy({i: one for i, one in enumerate(self.layers) if not isinstance(one, CompressedLayer)})
         try:
             yield
         finally:
@@ -376,19 +370,23 @@ class CompressedCache(DynamicCache):
     def kept_indices(self, layer_idx: int) -> list[list[torch.Tensor]]:
         """Return the sequence columns stored in layer `layer_idx`: `[row][kv_head]` -> LongTensor, ascending.
 
-        Columns count from the left of the padded batch, pads included; pads are never listed. Decoded tokens follow the
-        prompt."""
+        Columns count from the left of the padded batch; pads are never listed. Decoded tokens follow the prompt."""
         layer = self.layers[layer_idx]
         if not isinstance(layer, CompressedLayer):
             raise KVCompressError(f"layer {layer_idx} is not compressed: it is a {type(layer).__name__}")
         return [[head[head >= 0].cpu() for head in row] for row in layer.kept_columns()]
 
-    def foreseen(self, layer_idx: int) -> torch.Tensor | None:
+    def answer_scores(self, layer_idx: int) -> torch.Tensor | None:
         """Return how much the answer needs each column of the latest prompt: (batch, kv_heads, columns) in fp32.
 
         Only for a method that lets the model answer first (`hindsight`); otherwise None."""
         layer = self.layers[layer_idx]
-        return layer.memory.foreseen if isinstance(layer, CompressedLayer) else None
+        return layer.memory.answer_scores if isinstance(layer, CompressedLayer) else None
+
+    def foreseen(self, layer_idx: int) -> torch.Tensor | None:
+        """`answer_scores`, by its earlier name."""
+        warnings.warn("CompressedCache.foreseen is now called answer_scores", FutureWarning, stacklevel=2)
+        return self.answer_scores(layer_idx)
 
     def realised_ratios(self) -> list[list[float]]:
         """Return the fraction of each row's real prompt tokens that was kept: `[compressed layer][row]`.

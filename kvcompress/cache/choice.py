@@ -303,14 +303,14 @@ class Choice:
             return ()
         return tuple(log.held_of_prompt() if self.policy.protect.whole_prompt else log.protected.entries)
 
-    def foretold(self, foretold: torch.Tensor | None) -> torch.Tensor:
+    def known_features(self, features: torch.Tensor | None) -> torch.Tensor:
         """Return what the cluster computed from the pass's hidden states, for a method that reads them."""
-        if foretold is None:
+        if features is None:
             raise KVCompressError(
                 f"layer {self.layer_idx} does not know its hidden states: method {self.policy.method!r} works only "
                 "inside kvcompress.compress(...) or attach(...)"
             )
-        return foretold
+        return features
 
     def voters(self, queries: torch.Tensor) -> torch.Tensor | None:
         """Return the latest queries that the cluster scores stored entries with; None if it uses none."""

@@ -11,9 +11,9 @@ from transformers.cache_utils import CacheLayerMixin
 from ..errors import KVCompressError
 from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
+from .answer_pass import AnswerPass
 from .choice import Choice
 from .hiding import Hiding
-from .looking_ahead import LookingAhead
 from .memory import Memory
 from .new_tokens import NewTokens
 from .passes import Decoding, LaterChunk, Pass, Prefill, Rereading, Waiting
@@ -108,7 +108,7 @@ class CompressedLayer(CacheLayerMixin):
         self.keys = self.values = None  # transformers' names; the entries are in `storage`
         self.is_initialized = False
         self._rotary: Rotary | None = None
-        self._foretold: torch.Tensor | None = None
+        self._features: torch.Tensor | None = None
         self.restore(Memory(self.policy, self._room))
 
     # -- contents
@@ -164,15 +164,15 @@ class CompressedLayer(CacheLayerMixin):
         """Prepare for reading columns of the waiting prompt again; arguments as in `Rereading`."""
         self._pass = Rereading(self.waiting, columns, missing, sinks)
 
-    def look_ahead(self) -> None:
+    def begin_answer(self) -> None:
         """Prepare for an answer to the waiting prompt, token by token."""
-        self._pass = LookingAhead(self.waiting)
+        self._pass = AnswerPass(self.waiting)
 
-    def foresees(self, pads: torch.Tensor) -> None:
-        """Prepare for the next token of the answer; `pads` as in `LookingAhead`."""
+    def next_answer_token(self, pads: torch.Tensor) -> None:
+        """Prepare for the next token of the answer; `pads` as in `AnswerPass`."""
         self._pass.pads = pads
 
-    def looked_ahead(self) -> None:
+    def end_answer(self) -> None:
         """Finish the answer."""
         self._pass = self._pass.finish()
 
@@ -184,9 +184,9 @@ class CompressedLayer(CacheLayerMixin):
         """Set the rotation of the pass's queries, for a method that undoes it."""
         self._rotary = rotary
 
-    def foretell(self, foretold: torch.Tensor) -> None:
+    def set_features(self, features: torch.Tensor) -> None:
         """Set what replaces the pass's queries, (batch, heads, new, size), for a method that reads hidden states."""
-        self._foretold = foretold
+        self._features = features
 
     def listen(self, listener: Listener) -> RemovableHandle:
         """Call `listener` at each prompt, around the listeners already registered, until the returned handle is
@@ -302,7 +302,7 @@ class CompressedLayer(CacheLayerMixin):
             queries = self._pass.all_queries(queries)
             self.memory.look_at(queries, self.staged[0].shape[1], self._pass.tokens)
         if self.policy.cluster.reads_hidden and (self._pass is not self._decoding or self.policy.decode is not None):
-            queries, self._foretold = self.choice.foretold(self._foretold), None
+            queries, self._features = self.choice.known_features(self._features), None
         if rotary is not None:  # it is on the first layer's device
             rotary = rotary.to(queries.device)
 

@@ -91,8 +91,8 @@ class Memory:
         attended: for a method that hides entries in decode steps, the latest token's attention to all slots stored
             then, (batch, slots).
         query_power: if keys lose channels, until these are chosen, see `storage.think.query_power`.
-        foreseen: how much the answer needs each column of the latest prompt, (batch, kv_heads, columns), if the model
-            answers first. It is not used by the cache itself.
+        answer_scores: how much the answer needs each column of the latest prompt, (batch, kv_heads, columns), if the
+            model answers first. It is not used by the cache itself.
     """
 
     def __init__(self, policy: Policy, room: int | None):
@@ -107,7 +107,7 @@ class Memory:
         self.latest_queries: list[torch.Tensor] = []
         self.attended: torch.Tensor | None = None
         self.query_power: torch.Tensor | None = None
-        self.foreseen: torch.Tensor | None = None
+        self.answer_scores: torch.Tensor | None = None
         self.log = SequenceLog()
         self._seen_when_stored = 0
 
@@ -271,7 +271,7 @@ class Memory:
         self.sums = None if self.sums is None else self.sums[rows]
         self.merge_threshold = None if self.merge_threshold is None else self.merge_threshold[rows]
         self.attended = None if self.attended is None else self.attended[rows]
-        self.foreseen = None if self.foreseen is None else self.foreseen[rows]
+        self.answer_scores = None if self.answer_scores is None else self.answer_scores[rows]
         self.noted = None if self.noted is None else self.noted[rows]
         self.rotary = None if self.rotary is None else self.rotary.rows(rows)
 
@@ -291,6 +291,8 @@ class Memory:
         """Create a memory from a saved `state`; other arguments as in the constructor."""
         memory = cls(policy, room)
         vars(memory).update(state)
+        if "foreseen" in state:  # the name in files of earlier versions
+            memory.answer_scores = vars(memory).pop("foreseen")
         return memory
 
     def _store(self, keys, values, indices, pads, total: int | None = None) -> None:

@@ -5,7 +5,7 @@
 - `LaterChunk`: a later chunk of a prompt in chunks. Entries are chosen from the stored ones and the chunk together.
 - `Waiting`: between two passes, a prompt whose choice needs all layers.
 - `Rereading`: the waiting prompt is read a second time.
-- `looking_ahead.LookingAhead`: the waiting prompt is answered.
+- `answer_pass.AnswerPass`: the waiting prompt is answered.
 - `Decoding`: a token, appended to the stored entries; from time to time, an eviction.
 """
 

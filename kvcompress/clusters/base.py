@@ -14,6 +14,14 @@ from ..scoring.places import moved_together
 from ..scoring.rows import scores_of
 from ..scoring.selection import ADAPTIVE, adaptive_indices, sinks_first, top_indices
 
+# What a method may still define by its earlier name.
+RENAMED = {
+    "prepared": "final_scores",
+    "foretell": "hidden_features",
+    "foresee": "score_by_answer",
+    "foresees_positions": "future_rotation",
+}
+
 
 class KVCluster(Method):
     """Decides which keys and values of one attention layer are kept.
@@ -31,25 +39,25 @@ class KVCluster(Method):
     # What the method needs, and what it cannot do:
     whole_prompt: ClassVar[bool] = False  # needs the whole prompt, question included: cannot work chunk by chunk
     # What the model reads before entries are chosen: the `context` again (options `chunk_size`, `sinks`,
-    # `instruction`), or the full cache's `answer` (option `answer_tokens`, method `foresee`).
+    # `instruction`), or the full cache's `answer` (option `answer_tokens`, method `score_by_answer`).
     second_pass: ClassVar[Literal["", "context", "answer"]] = ""
     group_votes: ClassVar[Literal["max", "mean"]] = "max"  # in a second pass, over the query heads of a KV head
-    reads_hidden: ClassVar[bool] = False  # `score` gets what `foretell` computes from hidden states as its queries
+    reads_hidden: ClassVar[bool] = False  # `score` gets the `hidden_features` of hidden states as its queries
     unrotated_queries: ClassVar[bool] = False  # `score` gets queries before RoPE; `view.rotary` rotates future ones
     unrotated_keys: ClassVar[bool] = False  # `score` calls `view.before_rotation(keys)`
-    foresees_positions: ClassVar[bool] = False  # `score` calls `view.future_rotation(...)`
+    future_rotation: ClassVar[bool] = False  # `score` calls `view.future_rotation(...)`
     sinks_on_top: ClassVar[bool] = False  # `ratio` leaves out the first `sinks` tokens, which are kept in addition
     mixes_heads: ClassVar[bool] = False  # a KV head's scores depend on other heads' states: no tensor parallelism
 
     @property
-    def foresees(self) -> bool:
+    def uses_future_positions(self) -> bool:
         """Whether `score` uses the rotation of future positions, which changes with every decode step."""
-        return self.unrotated_queries or self.foresees_positions
+        return self.unrotated_queries or self.future_rotation
 
     @property
     def watches_rotary(self) -> bool:
         """Whether the method needs the model's rotary embedding."""
-        return self.foresees or self.unrotated_keys
+        return self.uses_future_positions or self.unrotated_keys
 
     @property
     def query_window(self) -> int:
@@ -77,7 +85,7 @@ class KVCluster(Method):
         """
         raise TypeError(f"{type(self).__name__} defines neither score nor update_kv")
 
-    def foretell(self, hidden: torch.Tensor, layer_idx: int) -> torch.Tensor:
+    def hidden_features(self, hidden: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Compute what `score` gets in place of queries, for a method that `reads_hidden`.
 
         Args:
@@ -86,7 +94,7 @@ class KVCluster(Method):
         Returns:
             (batch, heads, tokens, size).
         """
-        raise TypeError(f"{type(self).__name__} does not define foretell")
+        raise TypeError(f"{type(self).__name__} does not define hidden_features")
 
     def observe(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:
         """Return what these queries add to the running sum of each column: (batch, kv_heads, keys).
@@ -142,15 +150,16 @@ class KVCluster(Method):
             scores = scores.masked_fill(view.protected_by_head, float("inf"))
         return scores
 
-    prepared = final_scores  # the name up to version 0.1; `super().prepared(...)` still works
+    prepared, foretell = final_scores, hidden_features  # `super().prepared(...)` still works
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        if "prepared" in vars(cls):
-            warnings.warn(f"{cls.__name__}.prepared is now called final_scores", FutureWarning, stacklevel=2)
-            cls.final_scores = cls.prepared
-        elif "final_scores" in vars(cls):
-            cls.prepared = cls.final_scores
+        for old, new in RENAMED.items():
+            if old in vars(cls):
+                warnings.warn(f"{cls.__name__}.{old} is now called {new}", FutureWarning, stacklevel=2)
+                setattr(cls, new, vars(cls)[old])
+            elif new in vars(cls):
+                setattr(cls, old, vars(cls)[new])
 
 
 def make_cluster(method: str | None, **options: object) -> KVCluster:

@@ -7,8 +7,8 @@ import torch
 from pydantic import PositiveInt
 
 from ..methods import register_method
+from ..scoring.answer import Answer, attention_mass, output_error
 from ..scoring.layer_view import LayerView
-from ..scoring.looking_ahead import Answer, attention_mass, output_error
 from ..scoring.rows import handles_padding
 from .base import KVCluster
 
@@ -34,7 +34,7 @@ class HindsightKVCluster(KVCluster):
 
     second_pass: ClassVar[str] = "answer"
 
-    def foresee(self, answer: Answer) -> torch.Tensor:
+    def score_by_answer(self, answer: Answer) -> torch.Tensor:
         """Score each key by what the answer needs of it: (batch, kv_heads, keys) in fp32."""
         return attention_mass(answer) if self.by == "attention" else output_error(answer)
 

@@ -37,19 +37,19 @@ class LearnedKVCluster(KVCluster):
         """Return scores (batch, kv_heads, tokens), from hidden states (batch, tokens, hidden_size)."""
         raise TypeError(f"{type(self).__name__} does not define scores_of")
 
-    def foretell(self, hidden: torch.Tensor, layer_idx: int) -> torch.Tensor:
+    def hidden_features(self, hidden: torch.Tensor, layer_idx: int) -> torch.Tensor:
         weights = self.trained(self.checkpoint).weights(layer_idx, hidden)
         return self.scores_of(hidden, weights).float()[..., None]
 
     def observe(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
         """Return the predicted scores as sums. `queries` are those of the latest tokens, (batch, kv_heads, tokens,
         1)."""
-        foretold = queries[..., 0]
+        predicted = queries[..., 0]
         if not view.is_decoding:
-            return foretold
-        place = view.stored.columns - (view.stored.seen - foretold.shape[2])  # among the latest tokens
-        at = place.clamp(0, foretold.shape[2] - 1)
-        return torch.where((place == at), foretold.gather(2, at), 0.0)
+            return predicted
+        place = view.stored.columns - (view.stored.seen - predicted.shape[2])  # among the latest tokens
+        at = place.clamp(0, predicted.shape[2] - 1)
+        return torch.where((place == at), predicted.gather(2, at), 0.0)
 
     @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:

@@ -34,7 +34,7 @@ class TriAttentionKVCluster(CalibratedKVCluster):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2604.04921"
     query_window: ClassVar[int] = 0  # asks no query
-    foresees_positions: ClassVar[bool] = True
+    future_rotation: ClassVar[bool] = True
     decode_interval: ClassVar[int] = 128
     calibrated: ClassVar[Shapes] = {"mean": ("layers", "heads", "head_dim"), "norms": ("layers", "heads", "rotated")}
 

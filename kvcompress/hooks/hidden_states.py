@@ -15,7 +15,7 @@ def watch_hidden_states(decoder: PreTrainedModel, cache: CompressedCache | SlotC
     Every compressed layer takes them in place of its queries, until the returned handles are removed. Raises
     KVCompressError if the attention layers are not found."""
     modules = attention_layers(decoder)
-    layers = {layer.layer_idx: layer for layer in cache.layers if hasattr(layer, "foretell")}
+    layers = {layer.layer_idx: layer for layer in cache.layers if hasattr(layer, "set_features")}
     if missing := sorted(layers.keys() - modules.keys()):
         raise KVCompressError(
             f"method {cache.policy.method!r} reads the hidden states that enter attention layers: those of "
@@ -25,8 +25,8 @@ def watch_hidden_states(decoder: PreTrainedModel, cache: CompressedCache | SlotC
     def before(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         with torch.no_grad():
-            foretold = cache.policy.cluster.foretell(hidden, module.layer_idx)
-        layers[module.layer_idx].foretell(foretold)
+            features = cache.policy.cluster.hidden_features(hidden, module.layer_idx)
+        layers[module.layer_idx].set_features(features)
 
     return [modules[index].register_forward_pre_hook(before, with_kwargs=True) for index in layers]
 

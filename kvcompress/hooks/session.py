@@ -24,10 +24,10 @@ from ..inflight.loop import InFlight, Limits
 from ..inflight.request import Request
 from ..inflight.under_way import Writer
 from ..policy.make import make_policy
+from .answer_first import answer_first, check_answers
 from .attention import PREFIX, connected, register_attention
 from .chunked_prefill import feed_in_chunks
 from .hidden_states import watch_hidden_states
-from .looking_ahead import check_answers, look_ahead
 from .model import attention_config, check_cache, check_heads, text_decoder, unwrapped, writing_part
 from .model_identity import ModelReference
 from .positions import go_on_from, rope_deltas
@@ -38,8 +38,8 @@ from .reused import check_reused
 from .rotary import rotary_embeddings, watch_rotary
 from .second_reading import DecoderInputs, read_again
 from .token_dropping import prune
+from .tower_attention import TowerRecorder
 from .video_frames import FrameRecorder
-from .vision_tower import TowerRecorder
 
 
 def compress(
@@ -279,7 +279,7 @@ class Session:
             if cache.policy.cluster.second_pass == "context":
                 read_again(self._decoder, self._decoder_inputs, cache)
             elif cache.policy.cluster.second_pass == "answer":
-                look_ahead(self.model, self._decoder, self._decoder_inputs, output.logits, cache)
+                answer_first(self.model, self._decoder, self._decoder_inputs, output.logits, cache)
             self._decoder_inputs = None
             cache.finish()
         cache.end()

@@ -24,8 +24,8 @@ from ..errors import KVCompressError
 from ..scoring.windows import pad_columns
 from ..tokens.base import Attention, Tokens
 from .attention import base_mask_format
+from .tower_attention import TowerRecorder
 from .video_frames import FrameRecorder
-from .vision_tower import TowerRecorder
 
 
 def prune(

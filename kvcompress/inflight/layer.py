@@ -86,7 +86,7 @@ class SlotLayer(DecodingLayer):
         self._decoded: dict[int, int] = {}  # by slot, tokens since the latest eviction
         self._latest: torch.Tensor | None = None  # queries (slots, heads, window, head_dim), a ring buffer
         self._scaling, self._module = like.scaling, like.module
-        self._foretold: torch.Tensor | None = None
+        self._features: torch.Tensor | None = None
         kept, latest = like.memory.kept(), like.memory.latest_queries[:1]
         self._fixed_nbytes = self.policy.query_window * sum(queries[:, :, :1].nbytes for queries in latest)
         self._row_nbytes = kept.keys[:, :1, :1].nbytes + kept.values[:, :1, :1].nbytes
@@ -168,9 +168,9 @@ class SlotLayer(DecodingLayer):
 
     # -- a decode step
 
-    def foretell(self, foretold: torch.Tensor) -> None:
-        """As `CompressedLayer.foretell`."""
-        self._foretold = foretold
+    def set_features(self, features: torch.Tensor) -> None:
+        """As `CompressedLayer.set_features`."""
+        self._features = features
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Take new states (slots, kv_heads, 1, head_dim); return the keys and values to attend to."""
@@ -206,7 +206,7 @@ class SlotLayer(DecodingLayer):
             self._hide(queries, scaling)
         if self._latest is not None:
             if self.policy.cluster.reads_hidden:
-                queries, self._foretold = self.choice.foretold(self._foretold), None
+                queries, self._features = self.choice.known_features(self._features), None
             latest = self.choice.latest(queries, self._slots.rotary)
             self._latest.index_copy_(2, self._slots.cursor.to(latest.device), latest.to(self._latest.dtype))
 

@@ -13,6 +13,8 @@ from functools import cache
 import numpy as np
 import torch
 
+from ..device import on_device
+
 STRINGS = {2: (2, 0), 3: (2, 1), 4: (4, 0)}  # the bits of a code in its first string and in its second
 BITS = tuple(STRINGS)
 NORM_BYTES = 2  # a norm is stored in fp16
@@ -39,8 +41,8 @@ class TurboQuant:
         self.dim, self.bits = dim, bits
         self.code_bytes = bits * -(-dim // CODES_PER_BYTE)
         self.nbytes = self.code_bytes + NORM_BYTES
-        self.rotation = rotation(dim).to(device)
-        self.codebook = codebook(dim, bits).to(device)
+        self.rotation = on_device(rotation(dim), device)
+        self.codebook = on_device(codebook(dim, bits), device)
         self.boundaries = (self.codebook[1:] + self.codebook[:-1]) / 2
         low, high = STRINGS[bits]
         self._strings = [_BitString(low, 0, device), *([_BitString(high, low, device)] if high else [])]

@@ -96,7 +96,7 @@ CONFLICTS = (
     # Keys that were noted before they moved would undo a merge, or would be taken for the method's own note.
     Conflict(MOVED_KEYS, "merge", "keys move", lambda policy: policy.chosen("merge") != "none"),
     Conflict(MOVED_KEYS, "method", "it takes notes of keys", lambda policy: _overrides(type(policy.cluster), "note")),
-    Conflict(MOVED_KEYS, "method", "it uses future queries", lambda policy: policy.cluster.foresees),
+    Conflict(MOVED_KEYS, "method", "it uses future queries", lambda policy: policy.cluster.uses_future_positions),
     Conflict(PREFILL_CHUNK, "cache_implementation", STORED_ONCE, _stores_once),
     Conflict(PREFILL_CHUNK, "scope", "a chunk does not know where the question begins"),
     Conflict(PREFILL_CHUNK, "ratio_of", "a chunk does not know how many vision tokens follow"),

@@ -96,7 +96,7 @@ class Policy:
     @property
     def hooks_steps(self) -> bool:
         """Whether a decode step's forward pass needs hooks on the model."""
-        return (self.cluster.foresees or self.cluster.reads_hidden) and self.decode is not None
+        return (self.cluster.uses_future_positions or self.cluster.reads_hidden) and self.decode is not None
 
     @property
     def options(self) -> dict[str, object]:

@@ -219,7 +219,7 @@ class LayerView:
         """Return the mean rotation over future text positions: (batch, head_dim, head_dim) in fp32.
 
         `ahead`, LongTensor (count,), is their distance from each row's last position. The cluster must set
-        `foresees_positions`."""
+        `future_rotation`."""
         if self.rotary is None:
             name = type(self.settings.cluster).__name__
             raise KVCompressError(f"{name} uses future positions: tell cache.rotate(...) how the model rotates them")

@@ -29,7 +29,7 @@ WITHOUT_EFFECT = (
     "failures.py",
     "hub_upload.py",
     "identity.py",
-    "kept_tokens.py",
+    "kept_tokens_file.py",
     "listing.py",
     "machine.py",
     "methods_asked.py",

@@ -15,7 +15,7 @@ from .evaluator_flags import REASONING_TAGS
 from .identity import fingerprint, task_identity
 from .inspection import check_integrity, set_examples, write_out
 from .kept_answers import KeptAnswers, read_kept_answers
-from .kept_tokens import kept_tokens_damage, overlays_asked
+from .kept_tokens_file import kept_tokens_damage, overlays_asked
 from .machine import check_device, check_model_is_local, is_offline, rank
 from .methods_asked import able, asked_for
 from .names import canonical, is_lm_eval

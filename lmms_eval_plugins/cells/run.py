@@ -25,7 +25,7 @@ from .data import filter_names, limited, working_directory
 from .errors import EvaluationFailed
 from .failures import TaskFailures, left_out_of_a_group
 from .kept_answers import KeptAnswers, answers_file, write_kept_answers
-from .kept_tokens import IMAGES_FOLDER, write_kept_tokens
+from .kept_tokens_file import IMAGES_FOLDER, write_kept_tokens
 from .machine import rank, say
 from .plan import Job
 from .progress import Grid

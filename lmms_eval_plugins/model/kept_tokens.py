@@ -38,7 +38,7 @@ class KeptSets:
     @classmethod
     def of(cls, cache: CompressedCache) -> "KeptSets":
         layers = [layer.layer_idx for layer in cache.compressed_layers]
-        importance = {layer: cache.foreseen(layer) for layer in layers}
+        importance = {layer: cache.answer_scores(layer) for layer in layers}
         return cls(
             {layer: cache.kept_indices(layer) for layer in layers},
             {layer: worth.cpu() for layer, worth in importance.items() if worth is not None},

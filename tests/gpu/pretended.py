@@ -14,7 +14,7 @@ from kvcompress.bench.pretended.device import PretendedCuda
 
 GPU = PretendedCuda()
 LEFT_OUT = {  # part of a test's name -> why it does not run here
-    "criticalkv": "refuses weights of a type of their own",
+    **dict.fromkeys(("criticalkv", "defensivekv"), "refuse weights of a type of their own"),
     "quanto": "its tensors are of a type of their own",
     "compiles_static": "nothing is compiled for a device that is none",
     "benchmarked_ways": "asks the driver",

@@ -100,6 +100,20 @@ OPTIONS: dict[str, dict[str, list]] = {
         "first_stage": [0.0, 0.5, 1.0],
         "epsilon": [0.0, 1e-4],
     },
+    "defensivekv": {
+        "window_size": [1, 8],
+        "kernel_size": [1, 5],
+        "pooling": ["avg", "max"],
+        "mass": [0.0, 0.9, 1.0],
+    },
+    "dropkv": {"window_size": [1, 8], "kernel_size": [1, 7], "pooling": ["avg", "max"]},
+    "kvcrush": {
+        "window_size": [1, 16],
+        "sinks": [0, 4],
+        "recent": [0, 8],
+        "representatives": [0.0, 0.25, 1.0],
+        "anchor": ["alternating", "zeros"],
+    },
     "expected-attention": {
         "sinks": [0, 4],
         "future": [1, 512],

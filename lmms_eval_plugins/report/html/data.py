@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ...cells.errors import leave_out
-from ...cells.kept_tokens import IMAGES_FOLDER, needs, needs_kept, read_kept_tokens, shares
+from ...cells.kept_tokens_file import IMAGES_FOLDER, needs, needs_kept, read_kept_tokens, shares
 from ...cells.results import DamagedFile, exact
 from ..against import MARGIN
 from ..appearance import colour, markers

@@ -21,7 +21,7 @@ from kvcompress import KVCompressError
 from kvcompress.files import check_output, replacing
 
 from ...cells.command_line import parse
-from ...cells.kept_tokens import shares, unpacked
+from ...cells.kept_tokens_file import shares, unpacked
 from ...cells.machine import check_environment, set_offline
 from ...cells.names import check_names
 from ...cells.plan import Plan

@@ -124,6 +124,12 @@ def test_weights_read_leave_out_an_input_table_of_its_own():
     assert sum(weight.numel() * 4 for weight in untied.parameters()) == tied + 512 * 64 * 4
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_is_measured_in_the_dtype_asked_for(dtype, tmp_path):
+    MODEL.save_pretrained(tmp_path)
+    assert standalone.load({"pretrained": str(tmp_path)}, dtype, MODEL.device).dtype == getattr(torch, dtype)
+
+
 def test_copy_bandwidth_counts_reading_and_writing(monkeypatch):
     now = iter(range(100))
     monkeypatch.setitem(standalone.CLOCKS, "wall", lambda: next(now))

@@ -51,7 +51,7 @@ BUDGETS = {
     f"adakv{OFFLOADED}": Budget(prefill_waits=1 + 3 * LAYERS, in_flight=None),
     # One kernel packs a token, one rotates queries; outputs are rotated where parts are combined. The first pass of the
     # first of these caches creates two tables.
-    f"snapkv{TURBOQUANT}": Budget(step=4, prefill_waits=3, in_flight=None),
+    f"snapkv{TURBOQUANT}": Budget(step=4, in_flight=None),
     f"adakv{TURBOQUANT}": Budget(step=3, in_flight=None),
     f"streamingllm{EVICTING}": Budget(eviction=32),
     f"snapkv{EVICTING}": Budget(eviction=33),

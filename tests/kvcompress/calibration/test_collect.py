@@ -10,6 +10,7 @@ import kvcompress
 from kvcompress.cache.scope import States
 from kvcompress.calibration import files
 from kvcompress.clusters import make_cluster
+from kvcompress.clusters.calibrated import CalibratedKVCluster
 from kvcompress.hooks.rotary import watch_rotary
 from tests.kvcompress.test_invariants import snapshot
 from tests.support.calibrations import calibration_file, text_prompts
@@ -271,3 +272,17 @@ def test_a_batch_is_no_prompt():
     model = FAMILIES["qwen2"].build()
     with pytest.raises(kvcompress.KVCompressError, match="a batch of one, not of 2"):
         kvcompress.calibrate(model, "q-filters", [FAMILIES["qwen2"].inputs(model, [9, 9])])
+
+
+def test_a_method_that_gathers_nothing_cannot_be_calibrated(monkeypatch):
+    monkeypatch.setattr(kvcompress.methods, "_METHODS", dict(kvcompress.methods._METHODS))
+
+    @kvcompress.register_method("test-gathers-nothing")
+    @dataclasses.dataclass(frozen=True)
+    class IdleKVCluster(CalibratedKVCluster):
+        def score(self, queries, keys, values, view):
+            return keys.norm(dim=-1)
+
+    model = FAMILIES["qwen2"].build()
+    with pytest.raises(TypeError, match="IdleKVCluster does not define gather"):
+        kvcompress.calibrate(model, "test-gathers-nothing", text_prompts(model))

@@ -211,6 +211,11 @@ def test_a_published_file_of_another_form_is_one_line(tmp_path, method, content,
     assert "\n" not in str(error.value)
 
 
+def test_the_command_needs_something_to_calibrate_on():
+    with pytest.raises(KVCompressError, match="one of the arguments --text --published is required"):
+        main(["model", "--method", "duoattention", "--out", "out.safetensors"])
+
+
 def test_the_command_takes_a_published_file_for_a_models_config_alone(tmp_path, capsys):
     config = LlamaConfig(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
     config.save_pretrained(tmp_path / "model")

@@ -1,12 +1,18 @@
 """Models some of whose layers attend to the keys of an earlier layer (Gemma 3n; Gemma 4 is in the family table)."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import Gemma3nTextConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nForCausalLM
 
 import kvcompress
+from kvcompress.cache.layer import on_their_way
 from kvcompress.check.reference import generate, only_attending_to
+from kvcompress.hooks.attention import attend_to_others
 from tests.family_table import kept_of
 
 
@@ -67,6 +73,17 @@ def test_layers_without_keys_see_what_the_layer_whose_keys_they_get_kept(model, 
 def test_layers_without_keys_attend_where_entries_lie(model, as_on_cuda):
     """The layer that provides their keys has already written the token."""
     test_layers_without_keys_see_what_the_layer_whose_keys_they_get_kept(model, (30, 19), OPTIONS["static"])
+
+
+@pytest.mark.parametrize("queries", [1, 5, 9])
+def test_where_a_model_leaves_out_queries_the_last_ones_attend_as_among_all(queries):
+    query, key, value = torch.randn(3, 1, 2, 9, 8, generator=torch.Generator().manual_seed(0))
+    module = SimpleNamespace(is_causal=True)
+    attend = partial(attend_to_others, "sdpa", sdpa_attention_forward, module)
+    shared = on_their_way(key, SimpleNamespace(is_first_prompt=True, decodes_in_place=False))
+    every, _ = sdpa_attention_forward(module, query, key, value, None)
+    last, _ = attend(query[:, :, -queries:], shared, value, None)
+    torch.testing.assert_close(last, every[:, -queries:])
 
 
 def test_later_prompts_and_evictions_while_decoding_go_through_shared_keys(model):

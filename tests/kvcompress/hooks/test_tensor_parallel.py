@@ -98,10 +98,13 @@ def test_every_other_method_is_refused():
         except kvcompress.KVCompressError:
             refused.add(name)
     shared = {"tova", "chunkkv", "entropy-gated-chunkkv", "tgv-kv", "prefixkv"}
-    adaptive = {"adakv", "adamixkv", "kvzip", "lava"}
+    adaptive = {"adakv", "adamixkv", "defensivekv", "kvzip", "lava"}
     measured = {"cake", "d2o", "simlayerkv", "vl-cache", "meda", "aircache", "kvcompose"}
     tokens = {name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, kvcompress.TokenMethod)}
-    assert refused == shared | adaptive | measured | tokens | {"random", "cam", "compactor", *LEARNED} | CALIBRATED
+    assert (
+        refused
+        == shared | adaptive | measured | tokens | {"random", "cam", "compactor", "kvcrush", *LEARNED} | CALIBRATED
+    )
 
 
 @pytest.mark.parametrize("scorer", ["aircache", "tgv-kv", "random"])

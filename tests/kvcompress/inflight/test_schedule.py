@@ -260,9 +260,10 @@ def test_the_states_of_pieces_are_counted():
 
 def test_an_answer_says_how_long_its_longest_pause_was():
     model = QWEN2.build()
-    answers = run(model, [Request(QWEN2.inputs(model, [30]), {"max_new_tokens": new}) for new in (1, 6)])
+    answers = run(model, [Request(QWEN2.inputs(model, [30]), {"max_new_tokens": new}) for new in (1, 2, 6)])
     assert answers[0].pause_s is None
-    assert answers[1].tpot_s <= answers[1].pause_s <= 5 * answers[1].tpot_s
+    assert answers[1].tpot_s == answers[1].pause_s > 0
+    assert answers[2].tpot_s <= answers[2].pause_s <= 5 * answers[2].tpot_s
 
 
 def test_leaving_the_session_in_the_middle_of_a_prompt_leaves_the_model_as_it_was():
@@ -275,3 +276,26 @@ def test_leaving_the_session_in_the_middle_of_a_prompt_leaves_the_model_as_it_wa
     with pytest.raises(KVCompressError, match="was left while requests were in flight"):
         next(steps)
     assert alone(model, prompts[1], 6) == expected
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_slot_that_holds_nothing_is_given_up_for_a_prompt_that_needs_the_memory(failures, monkeypatch):
+    model = QWEN2.build()
+    prompts = [QWEN2.inputs(model, [50], seed=seed) for seed in range(2)]
+    expected = [alone(model, prompt, 6) for prompt in prompts]
+    read, calls = kvcompress.hooks.session.Session._read, 0
+
+    def failing(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if 1 < calls <= 1 + failures:
+            raise torch.OutOfMemoryError("no more")
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(kvcompress.hooks.session.Session, "_read", failing)
+    answers = run(model, prompts, slots=1, max_new_tokens=6)
+    assert answers[0].tokens.tolist() == expected[0]
+    if failures == 1:
+        assert answers[1].tokens.tolist() == expected[1]
+    else:  # there was nothing left to give up
+        assert isinstance(answers[1].error, torch.OutOfMemoryError)

@@ -1,4 +1,4 @@
-"""Methods whose scores are foretold from hidden states: the promises that hold for every method, for each of them on
+"""Methods whose scores are predicted from hidden states: the promises that hold for every method, for each of them on
 tiny random checkpoints; and their scores against loops over the layers' real inputs."""
 
 import math

@@ -8,7 +8,7 @@ import torch
 
 import kvcompress
 from kvcompress.check.reference import generate
-from kvcompress.layer_budgets import LayerBudget, base, list_layer_budgets, register_layer_budget
+from kvcompress.layer_budgets import LayerBudget, base, layer_budget, list_layer_budgets, register_layer_budget
 from kvcompress.methods import method_info
 from kvcompress.policy.make import make_policy
 from kvcompress.policy.options import all_options
@@ -105,6 +105,15 @@ def test_a_rule_of_ones_own_is_a_layer_budget_everywhere(monkeypatch):
     layers = kept("snapkv", window_size=4, layer_budget="test-last-layer")
     sizes = [len(layer[0][0]) - 2 for layer in layers]  # two decoded tokens
     assert (sum(sizes) == 3 * 18 and sizes == [5, 4, 45]) or sizes == [4, 5, 45]
+    with pytest.raises(kvcompress.KVCompressError, match=r"'test-last-layer' is already registered by .*LastLayer"):
+        register_layer_budget("test-last-layer")(LayerBudget)
+
+
+@pytest.mark.parametrize("vision", [None, torch.zeros(1, 9, dtype=torch.bool)], ids=["unknown", "none"])
+def test_without_vision_tokens_no_layer_has_a_cross_modal_entropy(vision):
+    queries, keys = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8)
+    view = LayerView(0, 2, [9], [3], 1.0, vision=vision)
+    assert layer_budget("entropy").measure(queries, keys, keys, keys.norm(dim=-1), view).tolist() == [0.0]
 
 
 @pytest.mark.parametrize(

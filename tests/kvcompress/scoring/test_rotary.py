@@ -90,10 +90,10 @@ def test_unrotated_queries_are_those_before_the_rotary_embedding(family, scope, 
             torch.testing.assert_close(ours[row, :, -length:], theirs[row][:, real[row]][:, :length], atol=2e-5, rtol=0)
 
 
-def assert_foresees(prompt: kvcompress.Prompt, rotary: Rotary, columns: list[int]) -> None:
+def assert_rotates_ahead(prompt: kvcompress.Prompt, rotary: Rotary, columns: list[int]) -> None:
     """The mean rotation of one position to come is that of these columns, one of each row."""
-    foreseen = prompt.rotary.mean_rotation(1, HEAD_DIM, prompt.padding)
-    cos, sin = foreseen.diagonal(dim1=1, dim2=2), foreseen.diagonal(HEAD_DIM // 2, 1, 2)
+    ahead = prompt.rotary.mean_rotation(1, HEAD_DIM, prompt.padding)
+    cos, sin = ahead.diagonal(dim1=1, dim2=2), ahead.diagonal(HEAD_DIM // 2, 1, 2)
     rows = range(len(columns))
     torch.testing.assert_close(cos, rotary.cos[rows, columns], atol=1e-5, rtol=0)
     torch.testing.assert_close(-sin, rotary.sin[rows, columns, : HEAD_DIM // 2], atol=1e-5, rtol=0)
@@ -108,7 +108,7 @@ def test_queries_to_come_are_rotated_as_the_model_goes_on(family, given):
         model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
     (_, prompt), (_, next_token) = given[0], given[3]  # layer 0, in the prompt and when one more token was seen
     assert next_token.stored.seen == prompt.rotary.cos.shape[1] + 1
-    assert_foresees(prompt, next_token.rotary, [0, 0])
+    assert_rotates_ahead(prompt, next_token.rotary, [0, 0])
 
 
 @pytest.mark.parametrize("family", VLM_FAMILIES)
@@ -126,7 +126,7 @@ def test_behind_an_image_text_goes_on_where_the_model_lets_it(family, given):
     assert session.cache.seen_tokens == inputs["input_ids"].shape[1]
     prompt = given[0][1]
     pads = (inputs["attention_mask"] == 0).sum(1).tolist()
-    assert_foresees(prompt, whole[0], [pad + length for pad, length in zip(pads, prompt.lengths, strict=True)])
+    assert_rotates_ahead(prompt, whole[0], [pad + length for pad, length in zip(pads, prompt.lengths, strict=True)])
 
 
 def test_the_mean_rotation_is_the_mean_of_the_models_rotations():
@@ -162,7 +162,7 @@ def test_gemma3_with_a_rotary_embedding_per_type_of_layer_gives_the_full_layers_
     torch.testing.assert_close(given[0][0], expected[1].transpose(1, 2), atol=1e-5, rtol=0)
 
 
-def test_scaled_cos_and_sin_are_undone_and_foreseen(given):
+def test_scaled_cos_and_sin_are_undone_and_rotated_ahead(given):
     """YaRN multiplies cos and sin by a factor, so that rotated queries are longer than the projected ones."""
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
     config = LlamaConfig(
@@ -235,8 +235,8 @@ def test_pairs_of_neighbouring_channels_are_turned_as_the_model_turns_them(make,
         return apply(states, states, *decoder.rotary_emb(states, position_ids=position_ids))[0]
 
     state = expected[0][:, :, :1]
-    foreseen = view.rotary.mean_rotation(1, HEAD_DIM)[0]
-    torch.testing.assert_close(state @ foreseen.T, turned(state, 20), atol=1e-5, rtol=0)
+    ahead = view.rotary.mean_rotation(1, HEAD_DIM)[0]
+    torch.testing.assert_close(state @ ahead.T, turned(state, 20), atol=1e-5, rtol=0)
     moved = view.rotary.moved(turned(state, 4), torch.full(state.shape[:3], 7))
     torch.testing.assert_close(moved, turned(state, 11), atol=1e-5, rtol=0)
 

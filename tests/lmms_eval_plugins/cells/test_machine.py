@@ -89,3 +89,10 @@ def test_hub_client_is_told_to_stay_offline_where_the_hub_is_not_needed_or_not_t
     monkeypatch.setattr(machine, "hub_is_reachable", lambda: reachable)
     machine.set_offline(parse(argv))
     assert os.environ.get("HF_HUB_OFFLINE") == ("1" if offline else None)
+
+
+def test_only_the_first_process_speaks(monkeypatch, capsys):
+    for rank in (None, "0", "1"):
+        monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
+        machine.say(f"rank {rank}")
+    assert capsys.readouterr().out == "rank None\nrank 0\n"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lmms_eval_plugins.cells import results
 from lmms_eval_plugins.cells.command_line import parse
-from lmms_eval_plugins.cells.kept_tokens import SURVIVORS_FILE
+from lmms_eval_plugins.cells.kept_tokens_file import SURVIVORS_FILE
 from lmms_eval_plugins.cells.plan import Job
 from lmms_eval_plugins.cells.results import Cell
 

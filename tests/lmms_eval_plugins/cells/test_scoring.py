@@ -1,8 +1,9 @@
 """Requests to a judge: which were not answered in the end."""
 
+import httpx
 import pytest
 
-from lmms_eval_plugins.cells.scoring import JudgeWatch
+from lmms_eval_plugins.cells.scoring import JudgeWatch, scorers_watched
 
 URL = "http://judge/"
 
@@ -27,3 +28,14 @@ def test_only_what_is_posted_while_answers_are_scored_counts(watch):
     watch.is_on = False
     watch.note("POST", URL, b"a", 404, "")
     assert watch.unanswered == {}
+
+
+def test_two_requests_of_httpx_to_one_address_are_told_apart_by_what_they_say():
+    def answered(request):
+        return httpx.Response(200 if b"good" in request.content else 500)
+
+    with scorers_watched() as watch, httpx.Client(transport=httpx.MockTransport(answered)) as client:
+        watch.is_on = True
+        client.post(URL, content=b"bad")
+        client.post(URL, content=b"good")
+        assert list(watch.unanswered.values()) == [f"{URL}: HTTP 500"]

@@ -4,6 +4,7 @@ import io
 import re
 from collections import Counter
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -45,6 +46,13 @@ def opened(image):
 def cards(prompt):
     """Place -> lines, of every picture with a card."""
     return {place: lines for place, lines in enumerate(prompt.written, 1) if lines}
+
+
+def test_sentences_have_at_least_the_words_asked_for_and_none_too_many():
+    for wanted in (1, 12, 40):
+        drawn = words.sentences(Random(wanted), wanted)
+        counts = [len(sentence.split()) for sentence in drawn]
+        assert sum(counts[:-1]) < wanted <= sum(counts)
 
 
 # -- needles

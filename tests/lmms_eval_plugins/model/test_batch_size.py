@@ -166,7 +166,7 @@ def test_a_trial_that_fails_says_so_and_leaves_the_model_usable(checkpoint, monk
     assert took[1] - took[0] >= 2 * 60_000 * a_token  # all of the answer has its room
 
 
-def test_what_more_rows_take_is_foretold_by_one_and_two():
+def test_what_more_rows_take_is_predicted_by_one_and_two():
     lm = load_lm()
     docs = [{"text": "what word is it?", "images": [image(n, 192, 192)]} for n in range(6)]
     made = requests(lm, docs)

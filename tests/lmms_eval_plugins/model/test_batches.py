@@ -305,6 +305,13 @@ def test_questions_about_one_picture_have_its_features_once():
     assert store.encoded(batch_of(b"c", 10)) == {}
 
 
+def test_features_that_fill_the_store_exactly_are_kept():
+    store, batch = BatchStore(30), batch_of(b"a", 0)
+    store.keep_encoded(batch, encoded_of(30))
+    assert store.encoded(batch)
+    assert store.nbytes == 30
+
+
 def test_prompt_passes_have_a_budget_of_their_own():
     store = BatchStore(100, prompt_budget=50)
     for key, size in ((b"a", 30), (b"b", 30), (b"c", 20)):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lmms_eval_plugins.cells import kept_tokens
-from lmms_eval_plugins.cells.kept_tokens import (
+from lmms_eval_plugins.cells import kept_tokens_file
+from lmms_eval_plugins.cells.kept_tokens_file import (
     needs,
     needs_kept,
     read_kept_tokens,
@@ -115,10 +115,10 @@ def test_what_is_written_is_read_back_and_an_image_is_stored_once(tmp_path):
     docs = [{"text": text, "images": [image(0, 1600, 900)]} for text in ("a", "b")]
     lm.generate_until(requests(lm, docs, max_new_tokens=1))
     entries = [{"task": "t", "doc_id": row["doc_id"], **row["survivors"]} for row in lm.rows]
-    assert kept_tokens.overlays_asked(tmp_path) == 0
+    assert kept_tokens_file.overlays_asked(tmp_path) == 0
     assert list(read_kept_tokens(tmp_path)) == []
     write_kept_tokens(tmp_path, tmp_path / "images", 5, entries)
-    assert kept_tokens.overlays_asked(tmp_path) == 5
+    assert kept_tokens_file.overlays_asked(tmp_path) == 5
     back = list(read_kept_tokens(tmp_path))
     assert [entry["doc_id"] for entry in back] == [0, 1]
     np.testing.assert_array_equal(unpacked(back[0]["vision"]), unpacked(entries[0]["vision"]))

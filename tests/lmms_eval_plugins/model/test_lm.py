@@ -5,12 +5,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 import kvcompress
+import lmms_eval_plugins.model
+from lmms_eval_plugins.model.answering import Answering
+from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT
 from lmms_eval_plugins.model.lm import KVCompressLM
 from tests.support.checkpoints import image, load_lm, messages, requests, write_video
 
@@ -33,6 +37,12 @@ def lm(loaded):
     loaded.set_cell()
     loaded.reset_rows()
     return loaded
+
+
+def test_the_model_is_had_from_its_package_too():
+    assert lmms_eval_plugins.model.KVCompressLM is KVCompressLM
+    with pytest.raises(AttributeError, match="NoSuchLM"):
+        lmms_eval_plugins.model.NoSuchLM  # noqa: B018 (reading it is the test)
 
 
 def docs_of_every_kind(video: str) -> list[dict]:
@@ -391,6 +401,17 @@ def test_a_seed_of_the_task_makes_sampling_the_same_each_time_and_repetitions_di
     assert first[0] != first[1]
     assert answers(8) == first[1:]  # the second time that a question is asked it has the next seed
     assert answers(9) not in ([first[0]], [first[1]])
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_no_space_of_an_answer_is_tidied_away(skips):
+    of_bpe = {"clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True}
+    tokenizer = AutoTokenizer.from_pretrained(TINY_CHECKPOINT, clean_up_tokenization_spaces=True, **of_bpe)
+    ids = tokenizer("red , blue", add_special_tokens=False, return_tensors="pt").input_ids
+    assert tokenizer.decode(ids[0]) == "red, blue"
+    ends = SimpleNamespace(eos_token_id=tokenizer.eos_token_id)
+    answering = SimpleNamespace(tokenizer=tokenizer, model=SimpleNamespace(generation_config=ends))
+    assert Answering.texts(answering, ids, [ids.shape[1]], skips) == ["red , blue"]
 
 
 def test_special_tokens_stay_in_an_answer_where_the_task_wants_them(checkpoint):

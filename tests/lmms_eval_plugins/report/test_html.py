@@ -15,7 +15,7 @@ from PIL import Image
 from kvcompress.__main__ import main
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import results
-from lmms_eval_plugins.cells.kept_tokens import read_kept_tokens, write_kept_tokens
+from lmms_eval_plugins.cells.kept_tokens_file import read_kept_tokens, write_kept_tokens
 from lmms_eval_plugins.cells.results import Cell
 from lmms_eval_plugins.model.kept_tokens import jpeg, packed_bits, packed_worth
 from lmms_eval_plugins.report import grid, numbers
@@ -198,8 +198,8 @@ def test_what_the_answer_needs_is_held_against_what_each_cell_kept_of_the_same_q
     worth = np.zeros((LAYERS, HEADS, SIDE * SIDE + 2), dtype=np.float32)
     worth[..., 0], worth[..., 5], worth[..., -1] = 2, 1, 1  # two patches, and a word
     parts = {"vision": worth[..., : SIDE * SIDE], "text": worth[..., SIDE * SIDE :]}
-    foreseen = entry(0, 1.0) | {"needs": {kind: packed_worth(part, worth.max(2)) for kind, part in parts.items()}}
-    cells = [[foreseen, entry(1, 1.0)], [entry(0, 1 / 8), entry(1, 1 / 8)], [entry(1, 0.5)]]
+    hindsight = entry(0, 1.0) | {"needs": {kind: packed_worth(part, worth.max(2)) for kind, part in parts.items()}}
+    cells = [[hindsight, entry(1, 1.0)], [entry(0, 1 / 8), entry(1, 1 / 8)], [entry(1, 0.5)]]
     needed = needs_by_question(cells)
     assert list(needed) == [f"{TASK}/0"]
     assert np.array(mean_needs_kept(cells[0], needed)) == pytest.approx(1)

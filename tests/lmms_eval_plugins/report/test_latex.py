@@ -89,6 +89,12 @@ def test_many_rows_go_over_pages_with_the_header_on_each():
     assert text.count("\\caption") == 1
 
 
+def test_a_rule_parts_the_rows_above_from_the_others_where_there_are_both():
+    row, above = ["snapkv", "50.0"], "full cache & 99.0"
+    for rows, first, rules in (([row], [above], 2), ([row], [], 1), ([], [above], 1)):
+        assert environment(["method", "0.5"], rows, "caption", first).count("\\midrule") == rules
+
+
 def test_what_has_a_meaning_to_latex_is_escaped():
     assert escaped("50 % & x_y {z} #1 $5 ± 2") == r"50 \% \& x\_y \{z\} \#1 \$5 $\pm$ 2"
     assert escaped("a\\b ^ ~ <c>|\nd") == (

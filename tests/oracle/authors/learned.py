@@ -1,5 +1,5 @@
 """NVIDIA/kvpress, which has the authors' modules of KVzap (kvzap_press.py) and Fast KVzip (fastkvzip_press.py): what
-they foretell of drawn hidden states with drawn weights, in fixtures/learned/."""
+they predict from drawn hidden states with drawn weights, in fixtures/learned/."""
 
 import sys
 from importlib import import_module

@@ -65,7 +65,7 @@ def ours(given: States, prompt: int, decoded: int, method: str, budget: int, **o
             queries, keys, values = given.layer(place, tokens)
             cache.update(keys, values, place)
             if cache.policy.cluster.reads_hidden:
-                layer.foretell(cache.policy.cluster.foretell(hidden(given, place, tokens), place))
+                layer.set_features(cache.policy.cluster.hidden_features(hidden(given, place, tokens), place))
             layer.after_attention(queries, keys.shape[-1] ** -0.5, _module(given, place))
         if ids is not None and cache.policy.cluster.second_pass:
             inputs = DecoderInputs(torch.arange(float(count))[None, :, None], None)

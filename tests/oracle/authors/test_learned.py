@@ -1,4 +1,4 @@
-"""What learned methods foretell, against the recordings of the authors' modules."""
+"""What learned methods predict, against the recordings of the authors' modules."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from .learned import FOLDER
 
 
 @pytest.mark.parametrize("name", ["kvzap-linear", "kvzap-mlp", "fastkvzip"])
-def test_ours_foretells_what_the_authors_module_does(name):
+def test_ours_predicts_what_the_authors_module_does(name):
     with np.load(FOLDER / f"{name}.npz") as file:
         given = {key: torch.from_numpy(file[key]) for key in file.files}
     weights = {key.removeprefix("weights/"): part for key, part in given.items() if key.startswith("weights/")}

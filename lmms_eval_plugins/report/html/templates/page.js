@@ -371,9 +371,9 @@ function show(index) {
   $("cells").hidden = !group.cells.some((cell) => cell.score !== null || cell.ttft_s !== null);
   $("plots").hidden = $("all-settings").hidden = !scored;
   $("budgets").hidden = !group.cells.some((cell) => cell.method !== "full" && (cell.per_head || cell.per_layer));
-  const foreseen = group.cells.some((cell) => cell.needs_kept);
-  $("budget-of").parentElement.hidden = !foreseen;
-  if (!foreseen) $("budget-of").value = "entries";
+  const hasNeeds = group.cells.some((cell) => cell.needs_kept);
+  $("budget-of").parentElement.hidden = !hasNeeds;
+  if (!hasNeeds) $("budget-of").value = "entries";
   $("survivors").hidden = !keys.length;
   $("samples").hidden = group.questions.length < 2;
   const options = [...group.labels].filter(([series, name]) => series !== name).map(([series]) => series);

@@ -28,7 +28,7 @@ def check_answers(model: PreTrainedModel, policy: Policy, return_dict: bool | No
 
 
 @torch.no_grad()
-def look_ahead(
+def answer_first(
     model: PreTrainedModel,
     decoder: PreTrainedModel,
     inputs: DecoderInputs,
@@ -50,7 +50,7 @@ def look_ahead(
     over = torch.zeros_like(tokens, dtype=torch.bool)
     pads = over[:, :0]
     for layer in waiting:
-        layer.look_ahead()
+        layer.begin_answer()
     with cache.other_layers_unchanged():
         for _ in range(cache.policy.cluster.answer_tokens):
             over = over | torch.isin(tokens, ends)
@@ -58,7 +58,7 @@ def look_ahead(
                 break
             pads = torch.cat([pads, over], dim=1)
             for layer in waiting:
-                layer.foresees(pads.to(layer.device))
+                layer.next_answer_token(pads.to(layer.device))
             embeddings, by_layer = embedded(decoder, tokens)
             fed = {"inputs_embeds": embeddings} | ({} if by_layer is None else {"per_layer_inputs": by_layer})
             output = decoder(
@@ -69,4 +69,4 @@ def look_ahead(
             )
             tokens = head(output.last_hidden_state[:, -1:]).argmax(-1).to(device)
     for layer in waiting:
-        layer.looked_ahead()
+        layer.end_answer()

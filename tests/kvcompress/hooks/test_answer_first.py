@@ -67,7 +67,7 @@ def test_by_output_it_keeps_what_moves_the_layers_output_most_when_left_out():
         assert [head.tolist() for head in session.cache.kept_indices(layer)[0]] == best.tolist()
 
 
-def test_an_answer_that_ends_is_foreseen_to_its_end_alone_and_in_a_batch(monkeypatch):
+def test_an_answer_that_ends_is_scored_to_its_end_alone_and_in_a_batch(monkeypatch):
     """Behind its end a row has no vote, whatever the others still say."""
     model = FAMILIES["qwen2"].build()
     inputs = FAMILIES["qwen2"].inputs(model, [33, LENGTH])

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import torch
 
-from ..scoring.looking_ahead import Answer
+from ..scoring.answer import Answer
 from ..scoring.rotary import Rotary
 from ..scoring.windows import pad_columns
 from .passes import KeysAndValues, Pass, Waiting
 
 
-class LookingAhead(Pass):
+class AnswerPass(Pass):
     """The answer to a waiting prompt, token by token, on its full cache.
 
     The answer is attended to like stored entries and dropped at the end; the cluster then says how much it needed each
@@ -81,8 +81,8 @@ class LookingAhead(Pass):
             states.scaling,
             states.module,
         )
-        received = self.choice.policy.cluster.foresee(answer)[..., end - states.keys.shape[2] : end]
-        self.memory.foreseen = received
+        received = self.choice.policy.cluster.score_by_answer(answer)[..., end - states.keys.shape[2] : end]
+        self.memory.answer_scores = received
         if candidates.source is not None:
             received = received.gather(2, candidates.source[:, None].expand(-1, received.shape[1], -1))
         candidates.view = replace(candidates.view, received=received)
