@@ -7,12 +7,17 @@ from collections.abc import Callable
 from .command_line import Parser
 from .errors import KVCompressError
 from .flag_types import label
-from .methods import list_methods
+from .methods import MethodInfo, list_methods
 
 
 def methods() -> list[str]:
     """Return one line per method."""
-    return [f"{info.name:<20} {info.paper:<32} {_first_sentence(info.cls)}" for info in list_methods().values()]
+    return [*map(line_of, list_methods().values())]
+
+
+def line_of(info: MethodInfo) -> str:
+    """Return a method's name, its paper and what it does."""
+    return f"{info.name:<20} {info.paper:<32} {_first_sentence(info.cls)}"
 
 
 KINDS: dict[str, Callable[[], list[str]]] = {"methods": methods}

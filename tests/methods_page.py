@@ -39,7 +39,8 @@ CHECKED_BY = {
     "adamixkv": PARTS,
     "dart": LIGHTCOMPRESS,
     "random-tokens": DRAWS,
-    **dict.fromkeys(("aircache", "full", "hindsight", "random", "sagekv", "simlayerkv", "vl-cache", "vnorm"), FORMULA),
+    **dict.fromkeys(("aircache", "full", "hindsight", "random", "recent", "sagekv", "simlayerkv"), FORMULA),
+    **dict.fromkeys(("vl-cache", "vnorm"), FORMULA),
 }
 
 PROTOCOL = """\

@@ -779,6 +779,20 @@ MUTATIONS = {
         "a batch that does not fit even when offloaded leaves the cell's compression changed",
         ("tests/lmms_eval_plugins/model/test_lm.py::test_memory_that_never_suffices_and_other_errors_end_the_run",),
     ),
+    "input-method-not-in-the-key": Mutation(
+        "lmms_eval_plugins/model/lm.py",
+        "[*map(digest, chats), chosen.identity]",
+        "[*map(digest, chats)]",
+        "a question with smaller pictures gets the stored inputs and prefill of the whole ones",
+        ("tests/lmms_eval_plugins/model/test_input_methods.py::test_cells_of_one_model_take_nothing_of_each_other",),
+    ),
+    "input-method-not-in-the-features": Mutation(
+        "lmms_eval_plugins/model/batches.py",
+        "[*self.shows, self.reduction]",
+        "self.shows",
+        "smaller pictures get the vision features of the whole ones",
+        ("tests/lmms_eval_plugins/model/test_input_methods.py::test_cells_of_one_model_take_nothing_of_each_other",),
+    ),
     "clock-not-synchronised": Mutation(
         "measure.py",
         "synchronise(input_ids.device)\n        self.times.append",

@@ -138,13 +138,14 @@ def fingerprint(
 
     `data` and `tasks`: the identity of each task's data, and of each task itself.
     """
-    import kvcompress
     from kvcompress.calibration.files import file_of
     from kvcompress.layer_budgets import list_layer_budgets
     from kvcompress.methods import method_name
 
+    from ..model.input_methods import method_info
+
     model, calibration = Path(arguments.pretrained), options.get("calibration")
-    method = kvcompress.list_methods()[cell.method].cls
+    method = method_info(cell.method).cls
     rule = list_layer_budgets().get(options.get("layer_budget") or getattr(method, "layer_budget", None))
     own = [class_identity(cls, but_packages=("kvcompress", "lmms_eval_plugins")) for cls in (method, type(rule))]
     known = calibration and file_of(calibration, method_name(options.get("scorer") or cell.method)).read_bytes()

@@ -3,7 +3,7 @@
 import argparse
 
 from kvcompress import list_command as core
-from kvcompress.list_command import methods
+from kvcompress.list_command import line_of
 
 from .names import LM_EVAL, installed_tasks, lm_eval_tasks, task_folders, task_kinds
 
@@ -21,6 +21,13 @@ def tasks() -> list[str]:
     shared = installed_tasks() & lm_eval_tasks().keys()
     kinds["lm-eval"] = {LM_EVAL * (name in shared) + name: kind for name, (kind, _) in lm_eval_tasks().items()}
     return [f"{name:<40} {kind}, {origin}" for origin, found in kinds.items() for name, kind in sorted(found.items())]
+
+
+def methods() -> list[str]:
+    """List the methods of the core, then those that change a question's pictures."""
+    from ..model.input_methods import INPUT_METHODS
+
+    return [*core.methods(), *map(line_of, INPUT_METHODS.values())]
 
 
 def models() -> list[str]:

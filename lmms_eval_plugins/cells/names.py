@@ -18,12 +18,13 @@ from .methods_asked import GROUPS
 from .yaml_files import read_yaml
 
 PLUGIN = Path(__file__).parents[1]
+INPUT_METHODS = PLUGIN / "model" / "input_methods.py"
 # Prefix of a task of lm-evaluation-harness if lmms-eval has a task of the same name.
 LM_EVAL = "lm-eval/"
 LM_EVAL_PACKAGE = "lm-eval[ruler,longbench]"
 # A key of a task file with its value: a scalar, or a list on the same line or below.
 TASK_KEYS = re.compile(r"^[\"']?(task|group|tag|include)[\"']?[ \t]*:[ \t]*(.*(?:\n[ \t]*[-#].*)*)", re.MULTILINE)
-REGISTERED = re.compile(rb"^@(?:kvcompress\.)?register_method\((.)([^\"']*)", re.MULTILINE)
+REGISTERED = re.compile(rb"^@(?:(?:kvcompress\.)?register|input)_method\((.)([^\"']*)", re.MULTILINE)
 # Fields of classes, and keys of dictionaries.
 ARGUMENTS = re.compile(rb"^    (?:(\w+): |\"(\w+)\": )", re.MULTILINE)
 
@@ -150,11 +151,10 @@ def _items(value: str) -> list[str]:
 
 @cache
 def method_names() -> list[str]:
-    """Return the core's methods; empty if one registers under a name that is not a literal."""
+    """Return all methods; empty if one registers under a name that is not a literal."""
     core = _package("kvcompress")
-    found = [
-        match for text in _texts(core / "clusters", core / "tokens", ending=".py") for match in REGISTERED.findall(text)
-    ]
+    texts = [*_texts(core / "clusters", core / "tokens", ending=".py"), INPUT_METHODS.read_bytes()]
+    found = [match for text in texts for match in REGISTERED.findall(text)]
     return sorted(name.decode() for _, name in found) if all(quote in (b"'", b'"') for quote, _ in found) else []
 
 
@@ -163,7 +163,7 @@ def argument_names() -> set[str]:
     """Return the model's arguments, the options of all methods, and some names that are neither."""
     core = _package("kvcompress")
     texts = [*_texts(core / "clusters", core / "tokens", core / "policy", ending=".py")]
-    texts.append((PLUGIN / "model" / "arguments.py").read_bytes())
+    texts += [(PLUGIN / "model" / "arguments.py").read_bytes(), INPUT_METHODS.read_bytes()]
     pairs = (match for text in texts for match in ARGUMENTS.findall(text))
     return {(field or key).decode() for field, key in pairs} | {"budget", "preset"}
 

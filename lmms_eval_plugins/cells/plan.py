@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,10 +25,10 @@ from .results import Cell, incomplete_reason
 if TYPE_CHECKING:
     from lmms_eval.tasks import TaskManager
 
-    from kvcompress.policy.policy import Policy
-
     from ..model.arguments import ModelArguments
+    from ..model.input_methods import Chosen
 
+MOST_DRAWS = 1000
 # Switches that change answers or scores.
 CHANGE_ANSWERS = ("fewshot_as_multiturn", "process_with_media")
 # Arguments that change neither scores nor times.
@@ -77,7 +78,8 @@ class Plan:
         check_one_sequence(arguments.slots, request.flags.gen_kwargs)
         settings = _run_settings(arguments, request.flags)
         options = without_none(options)
-        methods, left_out, unable = able(asked, lambda method: _policy(method, request, arguments, options), leaves_out)
+        draws = draws_of(options)
+        methods, left_out, unable = able(asked, lambda method: _draws(method, request, arguments, draws), leaves_out)
         for method, reason in unable.items():
             leave_out(f"method {method}", reason)
         request = replace(request, methods=list(methods))
@@ -281,48 +283,71 @@ def text_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dic
     return settings
 
 
-def _policy(
+def draws_of(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the options of each draw: `seed=0..9` means ten of them. Raises UsageError."""
+    seeds = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", str(options.get("seed")))
+    if seeds is None:
+        return [options]
+    first, last = map(int, seeds.groups())
+    if not 0 <= last - first < MOST_DRAWS:
+        raise UsageError(f"seed={options['seed']} is not a range of 1 to {MOST_DRAWS} seeds, such as 0..9")
+    return [{**options, "seed": seed} for seed in range(first, last + 1)]
+
+
+def _draws(
+    method: str, request: Request, arguments: "ModelArguments", draws: list[dict[str, Any]]
+) -> list[tuple["Chosen", dict[str, object]]]:
+    """Return `_chosen` for each draw; a method without a seed has one."""
+    chosen = _chosen(method, request, arguments, draws[0])
+    if "seed" not in chosen[0].options:
+        return [chosen]
+    return [chosen, *(_chosen(method, request, arguments, draw) for draw in draws[1:])]
+
+
+def _chosen(
     method: str, request: Request, arguments: "ModelArguments", options: dict[str, Any]
-) -> tuple["Policy", dict[str, object]]:
-    """Return a method's policy with those of the options that it has, at any size, and its defaults.
+) -> tuple["Chosen", dict[str, object]]:
+    """Return a method with those of the options that it has, at any size, and its defaults.
 
     Raises KVCompressError if it cannot run with these options and arguments.
     """
-    from kvcompress.methods import method_info
     from kvcompress.policy.conflicts import TENSOR_PARALLEL, check_conflicts
-    from kvcompress.policy.make import make_policy
-    from kvcompress.policy.options import all_options
 
     from ..model.arguments import check_slots
+    from ..model.input_methods import choose, method_options, size_of
 
-    defaults = all_options(method_info(method), options.get("scorer"))
+    defaults = method_options(method, options.get("scorer"))
     own = {name: value for name, value in options.items() if name in defaults}
-    policy = make_policy(method, 1.0 if request.ratios or request.budgets else None, **own)
+    any_size = 1.0 if (request.ratios or request.budgets) and not size_of(method) else None
+    chosen = choose(method, any_size, None, own)
     if arguments.tp_plan is not None:
-        check_conflicts(policy, TENSOR_PARALLEL)
-    check_slots(arguments.slots, policy.options)
-    return policy, defaults
+        check_conflicts(chosen.policy, TENSOR_PARALLEL)
+    check_slots(arguments.slots, chosen.options)
+    return chosen, defaults
 
 
 def _cells(
     request: Request,
-    methods: dict[str, tuple["Policy", dict[str, object]]],
+    methods: dict[str, list[tuple["Chosen", dict[str, object]]]],
     settings: dict[str, Any],
     of_text: dict[str, Any],
 ) -> list[tuple[Cell, dict[str, Any]]]:
-    """Return the cells: tasks x methods x sizes. An option goes to every method that has it. `full`, and a method whose
-    preset sets the size, have a single size. `methods`: name -> policy and defaults; `of_text`: further settings of
-    lm-eval's tasks."""
+    """Return the cells: tasks x methods x sizes. An option goes to every method that has it. `full`, `blind`, and a
+    method whose preset sets the size, have a single size. `methods`: name -> each draw of the method, with its
+    defaults; `of_text`: further settings of lm-eval's tasks."""
+    from ..model.input_methods import size_of
+
     sizes = [{"ratio": ratio} for ratio in request.ratios] + [{"budget": size} for size in request.budgets]
-    of_methods = {}
-    for method, (policy, defaults) in methods.items():
-        changed = {name: value for name, value in policy.options.items() if value != defaults[name]}
-        of_method = sizes or [{"ratio": policy.budget.ratio, "budget": policy.budget.entries}]
-        of_methods[method] = policy.options, changed, [{"ratio": 1.0}] if method == "full" else of_method
+    of_methods = []
+    for method, (chosen, defaults) in ((method, draw) for method, draws in methods.items() for draw in draws):
+        changed = {name: value for name, value in chosen.options.items() if value != defaults[name]}
+        own_size, of_preset = size_of(method), chosen.policy.budget
+        of_method = [own_size] if own_size else sizes or [{"ratio": of_preset.ratio, "budget": of_preset.entries}]
+        of_methods.append((method, chosen.options, changed, of_method))
     own = {task: of_text if is_lm_eval(task, request.flags.include_path) else {} for task in request.tasks}
     return [
         (Cell(task, request.model, method, **size, options=changed, settings={**settings, **own[task]}), in_force)
         for task in request.tasks
-        for method, (in_force, changed, of_method) in of_methods.items()
+        for method, in_force, changed, of_method in of_methods
         for size in of_method
     ]

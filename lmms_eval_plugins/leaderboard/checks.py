@@ -14,10 +14,9 @@ import numpy as np
 
 from kvcompress import KVCompressError
 from kvcompress.files import UNFINISHED
-from kvcompress.methods import method_info
-from kvcompress.policy.options import all_options
 
 from ..cells.results import RESULTS_FILE, Cell, DamagedFile, dumps, number_of, read_cell, score_key
+from ..model.input_methods import method_options
 from ..report.headline import headline
 from . import plausible
 from .protocol import holds_full, protocol_of
@@ -82,7 +81,7 @@ def _fingerprint(folder: Path, results: dict[str, Any], samples: list[dict[str, 
     if folder.resolve().parts[-3:] != expected.parts:
         yield f"its folder does not match its protocol: expected {expected.as_posix()}"
     try:
-        defaults = all_options(method_info(protocol["method"]), protocol["options"].get("scorer"))
+        defaults = method_options(protocol["method"], protocol["options"].get("scorer"))
     except KVCompressError as error:
         yield str(error)
         return

@@ -10,6 +10,8 @@ from kvcompress.methods import method_info
 from kvcompress.scoring.budget import Budget
 from kvcompress.tokens.base import TokenMethod
 
+from ..model.input_methods import INPUT_METHODS, choose
+
 Bounds = tuple[float, float]
 
 NEAR = 0.005  # tolerance of a realised ratio, plus two tokens: one fed again, and one for rounding
@@ -20,11 +22,15 @@ def realised_ratio(protocol: dict[str, Any], row: dict[str, Any]) -> Bounds:
     """Return the bounds of the mean realised ratio over layers, for a question with the measurement `row`.
 
     Most methods keep exactly what was requested. Methods that drop vision tokens inside the model keep more in the
-    first layers. For `scope=context`, and for layer budgets that depend on the prompt, only the lower bound is known.
+    first layers. For `scope=context`, and for layer budgets that depend on the prompt, only the lower bound is known;
+    for methods that change the pictures, only the upper one.
     """
     tokens, vision, options = row["tokens_in"], row["vision_tokens"], protocol["options"]
     if protocol["method"] == "full":
         least = most = 1.0
+    elif protocol["method"] in INPUT_METHODS:  # marks around a picture may go with it
+        asked = choose(protocol["method"], protocol["ratio"], protocol["budget"], options).vision_tokens(vision)
+        least, most = 0.0, (tokens - vision + asked) / tokens
     elif issubclass(method_info(protocol["method"]).cls, TokenMethod):
         least, most = (tokens - vision) / tokens, 1.0
     else:

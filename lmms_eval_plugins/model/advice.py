@@ -20,9 +20,7 @@ def static_advice(model: PreTrainedModel, compression: Compression, measured: Me
     if compression.options.get("cache_implementation", "dynamic") != "dynamic" or measured.tpot_s is None:
         return None
     try:
-        make_compression(
-            compression.method, compression.ratio, compression.budget, **{**compression.options, **STATIC}
-        ).policy()
+        make_compression(compression.method, compression.ratio, compression.budget, **{**compression.options, **STATIC})
     except KVCompressError:
         return None
     layers, weights = decoded_with(model)

@@ -164,7 +164,7 @@ class Answering:
     @property
     def _watches_tower(self) -> bool:
         """Whether the method reads the vision tower, which slows it down: its times must not mix with other cells'."""
-        tokens = self.compression.policy().tokens
+        tokens = self.compression.chosen.policy.tokens
         return tokens is not None and tokens.watches_tower
 
     def known_of_tower(self, batch: Batch) -> EncodedCalls:
@@ -203,11 +203,11 @@ class Answering:
         `room_for`: how many new tokens the cache has room for; default: `max_new_tokens`. `prefixes`: the prefix cache
         that the prompts share.
         """
-        of, room = self.compression, room_for or kwargs["max_new_tokens"]
+        room, of_cache = room_for or kwargs["max_new_tokens"], self.compression.of_cache
         with (
             tower,
             prompt,
-            kvcompress.compress(self.model, of.method, of.ratio, of.budget, room, prefixes, **of.options) as session,
+            kvcompress.compress(self.model, max_new_tokens=room, prefix_cache=prefixes, **of_cache) as session,
         ):
             tokens, measured = kvcompress.measure.generate(self.model, session, dict(inputs), **kwargs)
             kept = KeptSets.of(session.cache) if record_kept else None

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,12 +28,9 @@ import kvcompress
 from kvcompress import KVCompressError
 from kvcompress.calibration.files import BUNDLED as BUNDLED_CALIBRATIONS
 from kvcompress.errors import plain_number, shown, unknown_name
-from kvcompress.methods import method_info
-from kvcompress.policy.make import make_policy
-from kvcompress.policy.options import all_options
-from kvcompress.policy.policy import Policy
 
 from .batch_size import number_of_slots, number_or_auto
+from .input_methods import INPUT_METHODS, Chosen, choose, method_info, method_options, options_of_cache
 
 # Defaults where questions are not timed one by one:
 LOOK_AHEAD = 2  # batches
@@ -87,13 +85,21 @@ class Compression(Arguments):
     budget: int | None = None
     options: dict[str, Any] = Field(default_factory=dict)
 
-    def policy(self) -> Policy:
-        """Return the compression as the core's policy. Raises KVCompressError."""
-        return make_policy(self.method, self.ratio, self.budget, **self.options)
+    @cached_property
+    def chosen(self) -> Chosen:
+        """What is done to the inputs and to the cache."""
+        return choose(self.method, self.ratio, self.budget, self.options)
+
+    @property
+    def of_cache(self) -> dict[str, Any]:
+        """The arguments of `kvcompress.compress`: with an input method, the cache keeps everything."""
+        if self.chosen.inputs is not None:
+            return options_of_cache(self.options)
+        return {"method": self.method, "ratio": self.ratio, "budget": self.budget, **self.options}
 
     @model_validator(mode="after")
     def _check(self) -> "Compression":
-        self.policy()
+        _ = self.chosen
         return self
 
 
@@ -294,13 +300,13 @@ def split_arguments(
     Raises KVCompressError for a name that is neither; its message also lists `others` as valid names.
     """
     infos = [method_info(name) for name in methods]
-    options = {name: None for info in infos for name in all_options(info, given.get("scorer"))}
+    options = {name: None for info in infos for name in method_options(info.name, given.get("scorer"))}
     asked = ", ".join(dict.fromkeys(info.name for info in infos))
     valid = ModelArguments.model_fields.keys() - {"legacy"}  # holds the LEGACY_ARGUMENTS
     for name in given:
         if name in options or name in valid or name in LEGACY_ARGUMENTS:
             continue
-        if owners := [info.name for info in kvcompress.list_methods().values() if name in all_options(info)]:
+        if owners := [each for each in (*kvcompress.list_methods(), *INPUT_METHODS) if name in method_options(each)]:
             raise KVCompressError(
                 f"{name!r} is an option of {', '.join(owners)}, not of {asked}; valid: {', '.join(options) or 'none'}"
             )

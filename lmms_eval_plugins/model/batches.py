@@ -20,6 +20,7 @@ from kvcompress.hooks.shared_prompt import PromptPass
 from .kept_tokens import Shown
 from .media import ChatPrompt
 from .prompts import DoNotBatch, Shapes
+from .reduced_inputs import TokensOf
 from .vision_tower import Encoded, tensor_bytes
 
 Answer = TypeVar("Answer")
@@ -32,12 +33,14 @@ class Batch:
     """A batch of prompts, ready for `generate`.
 
     Attributes:
-        key: digest of the prompts; equal keys mean equal inputs.
+        key: digest of the prompts and of what is done to their inputs; equal keys mean equal inputs.
         inputs: the processor's output, on the CPU, with floats in the model's precision.
         shows: for each row, a digest of its images and videos, empty if it has none.
         prompt_pass: the stored prefill; None if there is none.
         prompts: the prompts as read, in the order of the rows; empty in a stored batch.
         media: the numbers of images and videos of each row; counted from `prompts` by default.
+        whole: for each row, the tokens that its pictures are shrunk or left out from; None if nothing is.
+        reduction: what is done to the inputs, see `Chosen.identity`.
         shown: row -> the part of its overlay that no method changes, filled on first use; shared with the stored batch.
     """
 
@@ -47,15 +50,18 @@ class Batch:
     prompt_pass: PromptPass | None = None
     prompts: list[ChatPrompt] = field(default_factory=list)
     media: list[tuple[int, int]] = field(default_factory=list)
+    whole: list[TokensOf | None] = field(default_factory=list)
+    reduction: bytes = b""
     shown: dict[int, Shown] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.media = self.media or [(len(prompt.images), len(prompt.videos)) for prompt in self.prompts]
+        self.whole = self.whole or [None] * len(self.media)
 
     @property
     def features(self) -> bytes:
-        """Digest of the images and videos; equal digests mean equal vision features."""
-        return b"".join(self.shows) or self.key
+        """Digest of the images and videos as the model sees them; equal digests mean equal vision features."""
+        return b"".join([*self.shows, self.reduction]) if any(self.shows) else self.key
 
     @property
     def nbytes(self) -> int:

@@ -100,7 +100,7 @@ class Flight:
         with (
             self._tower,
             kvcompress.compress(
-                self._model, of.method, of.ratio, of.budget, room, self._prefixes, **of.options
+                self._model, max_new_tokens=room, prefix_cache=self._prefixes, **of.of_cache
             ) as session,
             closing(self._requests(chain([first], waiting))) as requests,
         ):

@@ -42,6 +42,7 @@ from .measurements import log_averages, row_of, write_rows
 from .media import digest
 from .prompts import ChatProcessor
 from .ranks import Dealt, of_each_rank
+from .reduced_inputs import Reducer
 from .shared_media import SharedMedia, media_of
 from .sizes import Sizes
 
@@ -81,6 +82,7 @@ class KVCompressLM(Answerer):
         self.batches = BatchStore(int(self.args.vision_cache_gb * 2**30), int(self.args.gb_for_prompts * 2**30))
         # The look-ahead thread tokenizes meanwhile; two threads must not share a tokenizer.
         decoder = copy.deepcopy(self.tokenizer) if self.args.batches_ahead else self.tokenizer
+        self._reducer = Reducer(self.chat, self.model.config)
         self.answering = Answering(self.model, decoder, self.batches, compression)
         self.rows: list[dict[str, Any]] = []
         self._times_asked: Counter[tuple[str, int]] = Counter()
@@ -264,14 +266,17 @@ class KVCompressLM(Answerer):
         if messages is None:
             messages = [self._messages(request) for request in requests]
         chats = [each if isinstance(each, str) else ChatMessages(messages=each) for each in messages]
-        key = b"".join(digest(chat) for chat in chats)
+        chosen = self.compression.chosen
+        key = b"".join([*map(digest, chats), chosen.identity])
         if may_recall and self._recall_key(requests, key) is not None:
             return Batch(key, BatchFeature())
         found, prompts = self.batches.get(key), []
         if found is None or any(map(self._has_overlay, requests)):
             prompts = [self.chat.read(chat, request.args[4]) for chat, request in zip(chats, requests, strict=True)]
         if found is None:
-            return Batch(key, self.chat.inputs(prompts), [*map(media_of, messages)], prompts=prompts)
+            prompts, whole = self._reducer.reduced(prompts, chosen)
+            shows, inputs = [*map(media_of, messages)], self.chat.inputs(prompts)
+            return Batch(key, inputs, shows, prompts=prompts, whole=whole, reduction=chosen.identity)
         return replace(found, prompts=prompts)
 
     def _recall_key(self, requests: list[Instance], prompts: bytes) -> str | None:
@@ -358,7 +363,7 @@ class KVCompressLM(Answerer):
             self.cache_hook.add_partial("generate_until", (request.args[0], request.args[2]), text)
             if request.metadata.get("__padding_only__"):
                 continue
-            row = row_of(request, answers, place, batch.media[place])
+            row = row_of(request, answers, place, batch.media[place], batch.whole[place])
             self.rows.append({**row, "shows": batch.shows[place].hex(), "rank": self.rank, "answer": text})
             if self._has_overlay(request):
                 if place not in batch.shown:
@@ -376,7 +381,8 @@ class KVCompressLM(Answerer):
         return self.few_shot.messages(doc_to_messages, self.task_dict[task][split][doc_id], doc_id)
 
     def _has_overlay(self, request: Instance) -> bool:
-        return request.args[3] < self.overlays
+        # A prompt that shows something else has no token in common with the other methods' overlays.
+        return request.args[3] < self.overlays and self.compression.chosen.inputs is None
 
     def _show(self, progress: tqdm, answered: int = 1) -> None:
         """Advance the progress bar."""

@@ -12,6 +12,7 @@ from lmms_eval.models.model_utils.gen_metrics import log_metrics
 from kvcompress.files import write_text
 
 from .answering import Answers
+from .reduced_inputs import TokensOf
 
 # The numbers in a row whose spread `summarise` reports.
 QUANTITIES = (
@@ -33,11 +34,14 @@ QUANTITIES = (
 )
 
 
-def row_of(request: Instance, answers: Answers, place: int, media: tuple[int, int]) -> dict[str, Any]:
+def row_of(
+    request: Instance, answers: Answers, place: int, media: tuple[int, int], whole: TokensOf | None = None
+) -> dict[str, Any]:
     """A request's measurements. Times and peak memory are the batch's; KV bytes are the row's share of it. A request in
     flight is a batch of its own, but for the peaks, which are the run's. Where a prefix cache spared a part of the
     prefill, there is no time to first token; of a request in flight, whose tokens wait for other prefills, none per
-    token with such a cache. `media`: its images and videos."""
+    token with such a cache. `media`: its images and videos; `whole`: the tokens of the prompt before its pictures were
+    shrunk or left out, of which the realised ratio is then a share."""
     _, _, _, doc_id, task, split = request.args
     measured, tower, prompt, batch_size = answers.measured, answers.tower, answers.prompt, len(answers.texts)
     in_slots = answers.in_slots
@@ -48,6 +52,8 @@ def row_of(request: Instance, answers: Answers, place: int, media: tuple[int, in
     else:
         peak_kv_bytes, peak_memory_bytes = in_slots.peak_kv_bytes, in_slots.peak_memory_bytes
     beams = len(measured.realised_ratios[0]) // batch_size
+    whole = whole or TokensOf(measured.tokens_in[place], measured.vision_tokens[place])
+    shown = measured.tokens_in[place] / whole.all
     return {
         "task": task,
         "doc_id": doc_id,
@@ -60,9 +66,9 @@ def row_of(request: Instance, answers: Answers, place: int, media: tuple[int, in
         "vision_is_known": tower.is_known,
         "prompt_is_known": prompt.is_known,
         "tpot_s": None if in_slots is not None and answers.reused_tokens is not None else measured.tpot_s,
-        "tokens_in": measured.tokens_in[place],
+        "tokens_in": whole.all,
         "tokens_out": measured.tokens_out[place],
-        "vision_tokens": measured.vision_tokens[place],
+        "vision_tokens": whole.vision,
         "reused_tokens": None if answers.reused_tokens is None else answers.reused_tokens // batch_size,
         "images": media[0],
         "videos": media[1],
@@ -70,7 +76,7 @@ def row_of(request: Instance, answers: Answers, place: int, media: tuple[int, in
         "kv_bytes_end": measured.kv_bytes_end // batch_size,
         "kv_held_bytes": (measured.kv_bytes_prompt - measured.kv_room_bytes) // batch_size,
         "kv_room_bytes": measured.kv_room_bytes // batch_size,
-        "realised_ratio": [layer[place * beams] for layer in measured.realised_ratios],
+        "realised_ratio": [shown * layer[place * beams] for layer in measured.realised_ratios],
         "peak_kv_bytes": peak_kv_bytes,
         "peak_memory_bytes": peak_memory_bytes,
         "share_s": answers.seconds / batch_size,

@@ -31,7 +31,8 @@ class DoNotBatch(KVCompressError):
         super().__init__(f"the processor cannot batch {what}")
 
 
-def _shapes(prompt: ChatPrompt) -> Shapes:
+def shapes_of(prompt: ChatPrompt) -> Shapes:
+    """Return the shapes of a prompt's videos, (frames, height, width, 3), and images, (width, height)."""
     return tuple(video.shape for video in prompt.videos) + tuple(image.size for image in prompt.images)
 
 
@@ -126,7 +127,7 @@ class ChatProcessor:
         try:
             inputs = dict(self.processor(text=texts, **arguments))
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-            shapes = [_shapes(prompt) for prompt in prompts]
+            shapes = [shapes_of(prompt) for prompt in prompts]
             if len(set(shapes)) > 1 and "pixel_values" in str(error):
                 raise DoNotBatch(shapes) from error
             raise self._wrong_template(f"the processor refuses its prompt: {type(error).__name__}: {error}") from error

@@ -31,7 +31,7 @@ class Sizes:
     ):
         """`prepare` creates the model inputs of requests; `wanted` returns the generation arguments of a request."""
         self._args, self._answering, self._prepare, self._wanted = args, answering, prepare, wanted
-        self._tokens: dict[tuple[str, int], int] = {}  # tokens of each question's prompt
+        self._tokens: dict[tuple[str, int, bytes], int] = {}  # tokens of each question's prompt, as it is shown
         self.found: dict[int, int] = {}
 
     def shortness(self, request: Instance) -> int:
@@ -39,10 +39,11 @@ class Sizes:
         if not self._args.fits_itself:
             return -len(request.args[0])
         _, _, _, doc_id, task, _ = request.args
-        if (task, doc_id) not in self._tokens:
+        key = (task, doc_id, self._answering.compression.chosen.identity)
+        if key not in self._tokens:
             inputs = self._prepare([request], may_recall=False).inputs
-            self._tokens[task, doc_id] = inputs["input_ids"].shape[1]
-        return -self._tokens[task, doc_id]
+            self._tokens[key] = inputs["input_ids"].shape[1]
+        return -self._tokens[key]
 
     def batches(self, order: Collator, store: AnswerStore | None) -> Iterable[list[Instance]]:
         """Split sorted requests into batches. `store` keeps the sizes for later runs."""

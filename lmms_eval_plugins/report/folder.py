@@ -13,6 +13,7 @@ from kvcompress.files import locked, write_text
 
 from ..cells.results import load_cells, settings_name
 from . import terminal
+from .draws import pooled
 from .plots import plot, plot_throughput
 from .short_answers import warning
 from .table import markdown, print_warning, sweep_frame, terminal_table
@@ -57,7 +58,7 @@ def _report(
     if not cells:
         raise FileNotFoundError(f"no finished cell under {folder} (expected <method>-<ratio>/results.json)")
     written = []
-    for name, frame in sweep_frame(cells, metric, metric_filter).groupby("settings"):
+    for name, frame in pooled(sweep_frame(cells, metric, metric_filter)).groupby("settings"):
         protocol = cells[0]["protocol"]
         title = f"{protocol['task']}, {protocol['model']}" + (f" ({frame['settings_text'].iloc[0]})" if name else "")
         table_path = folder / ("-".join(filter(None, ["report", name])) + ".md")

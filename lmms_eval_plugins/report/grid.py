@@ -15,6 +15,7 @@ from ..cells.errors import UsageError
 from ..cells.results import RESULTS_FILE, DamagedFile, exact, read_cell
 from .against import MARGIN, against
 from .clusters import cluster_of
+from .draws import pooled
 from .headline import Headline, by_question, headline, seconds, tokens_out
 from .metrics import (
     Headroom,
@@ -47,9 +48,10 @@ def load_grid(
         cluster: the field that tells which questions belong together, see `cluster_of`.
 
     Returns:
-        A frame with one row per cell. Its columns are those of `table.cell_row`, and `model`, `kept` (the realised
-        share of the KV entries), `size` (what was requested, as text: `0.2`, `budget=64`), `full` (the full cache's
-        score), `relative`, `loyalty`, `speed_up`, `questions` (see `question_frame`).
+        A frame with one row per cell, or for all draws of one (see `pooled`). Its columns are those of
+        `table.cell_row`, and `model`, `kept` (the realised share of the KV entries), `size` (what was requested, as
+        text: `0.2`, `budget=64`), `full` (the full cache's score), `relative`, `loyalty`, `speed_up`, `questions` (see
+        `question_frame`).
         A line for each thing left out: a damaged cell, or a set of settings without a cell of the full cache.
         If a cell answered other questions than the full cache, `relative`, `loyalty` and `speed_up` are of those that
         both answered.
@@ -97,7 +99,7 @@ def question_frame(
     cell: dict[str, Any], samples: list[dict[str, Any]], found: Headline | None, cluster: str | None = None
 ) -> pd.DataFrame:
     """Return a cell's questions with columns `answer`, `score` (NaN if the metric has none per question), `seconds`,
-    `tokens_out` and `cluster` (see `cluster_of`).
+    `tokens_out`, `cluster` (see `cluster_of`) and `target`, the task's right answer as text.
 
     The index is (task, doc_id), sorted.
     """
@@ -110,6 +112,7 @@ def question_frame(
             "seconds": seconds(sample),
             "tokens_out": tokens_out(sample),
             "cluster": cluster_of(cell, sample, found, cluster),
+            "target": None if sample.get("target") is None else str(sample["target"]),
         }
         for sample, score in by_question(cell, samples, found)
     ]
@@ -121,7 +124,7 @@ def _against_full(group: pd.DataFrame) -> pd.DataFrame:
         ["is_full", "series", "kept"], ascending=[False, True, False]
     )
     first = group.iloc[0]
-    full, parts, relative, loyal, faster = first["questions"], headrooms(group), [], [], []
+    full, relative, loyal, faster = first["questions"], [], [], []
     for row in group.itertuples():
         common = row.questions.index.intersection(full.index)
         own, other = row.questions.loc[common], full.loc[common]
@@ -132,11 +135,10 @@ def _against_full(group: pd.DataFrame) -> pd.DataFrame:
         relative.append(float(relative_scores([scores[0]], [scores[1]])[0]))
         loyal.append(loyalty(list(own["answer"]), list(other["answer"])))
         faster.append(speed_up(own["seconds"], other["seconds"]))
-    return group.drop(columns="is_full").assign(
-        full=first["score"],
-        relative=relative,
-        loyalty=loyal,
-        speed_up=faster,
+    group = group.drop(columns="is_full").assign(full=first["score"], relative=relative, loyalty=loyal, speed_up=faster)
+    group = pooled(group)
+    parts = headrooms(group)
+    return group.assign(
         headroom=[found.part if found else math.nan for found in parts],
         headroom_low=[found.low if found else math.nan for found in parts],
         headroom_high=[found.high if found else math.nan for found in parts],
@@ -180,7 +182,7 @@ def curves(grid: pd.DataFrame, points: float, lowest: float | None = None) -> pd
             different share than requested do not count for this, and have no area if they keep more.
     """
     rows = []
-    for key, group in grid[grid["method"] != "full"].groupby(GROUP):
+    for key, group in grid[~grid["method"].isin(["full", "blind"])].groupby(GROUP):  # those have a single size
         start = _lowest_of_all(group) if lowest is None else lowest
         everything = grid[(grid[GROUP] == list(key)).all(axis=1)]
         scale, full = score_scale(everything), everything[everything["method"] == "full"].iloc[0]

@@ -12,6 +12,7 @@ from rich.table import Table
 from ..cells.results import dumps
 from . import terminal
 from .against import columns, explanation
+from .gate import answered_blind, gate_lines
 from .grid import GROUP, curves, load_grid, overall, paired_tests
 from .numbers import fixed, kept, share
 from .short_answers import warning
@@ -27,7 +28,7 @@ def show_metrics(flags: argparse.Namespace) -> None:
     """Print the requested metrics. Raises UsageError or KVCompressError."""
     grid, left_out = load_grid(flags.folders, flags.metric, flags.filter, flags.cluster)
     lines, summary = curves(grid, flags.points, flags.lowest), overall(grid)
-    found = {"full": paired_tests(grid, None, flags.margin)} if len(lines) else {}
+    found = {"full": paired_tests(grid, None, flags.margin)} if (grid["method"] != "full").any() else {}
     if flags.reference is not None:
         found[flags.reference] = paired_tests(grid, flags.reference, flags.margin)
     compared = pd.DataFrame()
@@ -36,12 +37,14 @@ def show_metrics(flags: argparse.Namespace) -> None:
         compared = paired_tests(grid, b, flags.margin, only=a)
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
-    warnings = [line for _, group in grid.groupby(GROUP) if (line := warning(group))]
+    groups = [group for _, group in grid.groupby(GROUP)]
+    warnings = [line for group in groups for line in (warning(group), *gate_lines(group)) if line]
     if flags.json:
         tested = pd.concat([pd.DataFrame(), *found.values()], ignore_index=True)
         frames = {"cells": grid.drop(columns="questions"), "curves": lines, "overall": summary, "tests": tested}
         records = {name: _records(frame) for name, frame in {**frames, "compared": compared}.items()}
-        print(dumps({**records, "warnings": warnings}, indent=2))
+        blind = [dict(zip(("task", "doc_id"), key, strict=True)) for group in groups for key in answered_blind(group)]
+        print(dumps({**records, "answered_blind": blind, "warnings": warnings}, indent=2))
         return
     console = terminal.console()
     for table in terminal_tables(grid, lines, summary, console.width):
@@ -94,7 +97,8 @@ def _cells_table(group: pd.DataFrame, width: int) -> Table:
         if has_headroom:
             interval = f"[{_percent(row.headroom_low, 0)}, {_percent(row.headroom_high, 0)}] %"
             values.insert(0, "-" if pd.isna(row.headroom) else f"{_percent(row.headroom, 0)} {interval}")
-        rows.append([name, kept(row.realised, row.ratio, row.budget), fixed(scale * row.score, 1), *values])
+        score = fixed(scale * row.score, 1) + (f" ± {fixed(scale * row.stderr, 1)}" if row.draws > 1 else "")
+        rows.append([name, kept(row.realised, row.ratio, row.budget), score, *values])
     title = "\n".join(filter(None, [title, shared]))
     return fitted(width, header, rows, title, droppable=DROPPABLE, elsewhere=ELSEWHERE)
 

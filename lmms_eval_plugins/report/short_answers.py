@@ -24,7 +24,7 @@ def too_short(cell: dict[str, Any]) -> bool:
 
     if median("tokens_out") > MOST_TOKENS or protocol.get("first_token") != "full":
         return False
-    # These drop vision tokens before the first token of the answer is computed.
+    # These have fewer vision tokens before the first token of the answer is computed.
     is_token_method = protocol.get("scope") is None and protocol.get("ratio_of") == "vision"
     # The last chunk of a prompt, which gives the first token, attends to the entries kept from earlier chunks.
     in_chunks = (options.get("prefill_chunk") or float("inf")) < median("tokens_in")

@@ -36,6 +36,7 @@ def cell_row(cell: dict[str, Any], metric: str | None = None, metric_filter: str
         "metric": found.name if found else "",
         "score": found.score if found else None,
         "stderr": found.stderr if found else None,
+        "draws": 1,
         "ttft_s": median("ttft_s"),
         "tpot_s": median("tpot_s"),
         "answers_per_s": efficiency.get("answers_per_s"),
@@ -165,6 +166,7 @@ def _bytes(value: float | None) -> str:
 
 def note(frame: pd.DataFrame) -> str:
     """Explain the columns."""
+    of_draws = " draws=N: mean of N seeds, ± their standard deviation." if (frame["draws"] > 1).any() else ""
     batch_size, slots = (str(frame[name].iloc[0]) for name in ("batch_size", "slots"))  # `auto`: as many as fit
     of_batch = "" if batch_size == "1" else f", of batches of up to {batch_size}"
     if slots != "None":
@@ -175,7 +177,7 @@ def note(frame: pd.DataFrame) -> str:
         f"later token (medians{of_batch}). KV cache: bytes that hold keys, values and their index after the prompt, "
         "per question (median); room: bytes allocated for the answer. Answers/s: without preparing prompts; "
         "tokens/correct: tokens of all answers over the sum of their scores. Unless stated otherwise: scope=prompt, "
-        "ratio_of=prompt, first_token=full."
+        f"ratio_of=prompt, first_token=full.{of_draws}"
     )
 
 

@@ -9,12 +9,12 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
 from kvcompress.errors import MOST, nearest, shown
-from kvcompress.methods import method_info
-from kvcompress.policy.make import make_policy
 
 from ..cells.errors import UsageError
 from ..cells.results import exact
 from ..cells.yaml_files import read_yaml
+from ..model.arguments import make_compression
+from ..model.input_methods import size_of
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "reproduce"  # a link in a checkout, files in a wheel
 REFERENCE_COLUMNS = ["model", "method", "ratio_kept", "benchmark", "value", "est_error_abs"]
@@ -52,7 +52,7 @@ class Benchmark(_Strict):
 
 class PaperMethod(_Strict):
     name: str = Field(description="As in the paper and in the reference.")
-    method: str = Field(description="A method of kvcompress.list_methods().")
+    method: str = Field(description="A method, as in an evaluation.")
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the method.")
     models: list[str] | None = Field(None, description="The models to run it on; default: all.")
 
@@ -84,7 +84,7 @@ class Reproduction(_Strict):
         names = [model.name for model in self.models]
         for method in self.methods:
             for size in self.sizes(method):
-                make_policy(method.method, **size, **method.options)
+                make_compression(method.method, **size, **method.options)
             for name in method.models or []:
                 if name not in names:
                     raise ValueError(f"method {method.name}: no model {name!r}{nearest(name, names)}")
@@ -95,9 +95,9 @@ class Reproduction(_Strict):
         return self
 
     def sizes(self, method: PaperMethod) -> list[dict[str, Any]]:
-        """Return the ratios or budgets at which a method runs; the full cache has one."""
-        if method_info(method.method).name == "full":
-            return [{"ratio": 1.0}]
+        """Return the ratios or budgets at which a method runs; `full` and `blind` have one."""
+        if own := size_of(method.method):
+            return [own]
         return [{"ratio": ratio} for ratio in self.ratios] + [{"budget": budget} for budget in self.budgets]
 
 

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcompress.methods import method_info
-from kvcompress.policy.options import all_options
-
 from ..cells.command_line import Request, parse
 from ..cells.errors import UsageError
 from ..cells.plan import Plan
 from ..cells.results import Cell, exact
 from ..model.arguments import ModelArguments
+from ..model.input_methods import method_info, method_options, size_of
 from .config import Benchmark, PaperMethod, PaperModel, Reproduction
 
 
@@ -142,7 +140,7 @@ def _groups(cells: list[PlannedCell]) -> list[list[PlannedCell]]:
 
 
 def _options_of(cell: PlannedCell, options: dict[str, Any]) -> dict[str, Any]:
-    valid = all_options(method_info(cell.method.method), options.get("scorer"))
+    valid = method_options(cell.method.method, options.get("scorer"))
     return {name: value for name, value in options.items() if name in valid}
 
 
@@ -151,7 +149,7 @@ def _run(cells: list[PlannedCell], extra: list[str]) -> Run:
     model, task = cells[0].model, cells[0].benchmark.task
     options = {name: value for cell in cells for name, value in cell.method.options.items()}
     methods = dict.fromkeys(method_info(cell.method.method).name for cell in cells)
-    compressed = [cell.size for cell in cells if method_info(cell.method.method).name != "full"] or [{"ratio": 1.0}]
+    compressed = [cell.size for cell in cells if not size_of(cell.method.method)] or [{"ratio": 1.0}]
     ratios = dict.fromkeys(exact(size["ratio"]) for size in compressed if "ratio" in size)
     budgets = dict.fromkeys(str(size["budget"]) for size in compressed if "budget" in size)
     given = {**model.arguments, **options}

@@ -64,18 +64,19 @@ def trial_argv(parameters: dict[str, Any], output_path: Path) -> list[str]:
 
 def method_options(method: str, scorer: str | None = None) -> set[str]:
     """Return the names of a method's options. Raises KVCompressError for an unknown method."""
-    from kvcompress.methods import method_info
-    from kvcompress.policy.options import all_options
+    from ..model import input_methods
 
-    return set(all_options(method_info(method), scorer))
+    return set(input_methods.method_options(method, scorer))
 
 
 def option_owners() -> dict[str, list[str]]:
     """Return option -> the methods that have it."""
     from kvcompress import list_methods
 
+    from ..model.input_methods import INPUT_METHODS
+
     owners: dict[str, list[str]] = {}
-    for method in list_methods():
+    for method in (*list_methods(), *INPUT_METHODS):
         for option in method_options(method):
             owners.setdefault(option, []).append(method)
     return owners

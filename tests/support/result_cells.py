@@ -25,13 +25,14 @@ def write_answers(
     protocol: dict[str, Any] | None = None,
     docs: Sequence[dict[str, Any]] | None = None,
     realised: float | None = None,
+    targets: Sequence[str] | None = None,
 ) -> Path:
     """Write a cell whose answers are the letters of `answers`, each correct if `truth` has the same letter.
 
     The first token of an answer takes `seconds`, each further one half of that. With `nested`, a question's score is
     inside other data, as video tasks return it. `protocol` adds settings, `docs` is the content of the task's
-    documents, and `realised` is the share that was kept, if it is not the ratio. Returns the folder of the cell's
-    model."""
+    documents, `targets` their right answers, and `realised` is the share that was kept, if it is not the ratio. Returns
+    the folder of the cell's model."""
     cell = Cell(task, model, method, ratio, budget, options or {}, settings or {})
     scores = [float(answer == right) for answer, right in zip(answers, truth, strict=True)]
     whole = {
@@ -49,6 +50,7 @@ def write_answers(
             "acc": {"videoID": "v", "score": score} if nested else score,
             "measurement": measured,
             **({"doc": docs[n]} if docs else {}),
+            **({"target": targets[n]} if targets else {}),
         }
         for n, (answer, score) in enumerate(zip(answers, scores, strict=True))
     ]

@@ -14,12 +14,13 @@ from ...cells.kept_tokens_file import IMAGES_FOLDER, needs, needs_kept, read_kep
 from ...cells.results import DamagedFile, exact
 from ..against import MARGIN
 from ..appearance import colour, markers
+from ..gate import gate_lines
 from ..grid import headrooms
 from ..metrics import loyalty
 from ..numbers import kept
 from ..short_answers import warning
 from ..table import score_scale
-from .groups import Group, against_full, question_frames
+from .groups import Group, against_full, with_questions
 
 MOST_QUESTIONS = 1000  # per group on the page; the files with all samples have no such limit
 CELL_NUMBERS = (
@@ -40,8 +41,8 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
     entries = [_entries(cell["folder"], images) for cell in group.cells]
     overlays = overlay_data(entries)
     needed = needs_by_question(entries)
-    parts = headrooms(frame.assign(questions=question_frames(samples, len(frame))))
-    tests = against_full(group)
+    with_own = with_questions(group)
+    parts, tests = headrooms(with_own), against_full(with_own)
     varied = varied_options([cell["protocol"] for cell in group.cells])
     marks, cells = markers(dict(zip(frame["series"], frame["method"], strict=True))), []
     for index, row in enumerate(frame.itertuples()):
@@ -89,7 +90,7 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
         "made": made(group.cells),
         "metric": frame["metric"].iloc[0] or "score",
         "scale": score_scale(frame),
-        "warning": warning(frame),
+        "warning": "; ".join(filter(None, [warning(frame), *gate_lines(with_own)])),
         "cells": cells,
         "all_questions": samples[["task", "doc_id"]].drop_duplicates().shape[0] if len(samples) else 0,
         "questions": questions,

@@ -98,21 +98,28 @@ def question_frames(samples: pd.DataFrame, cells: int) -> list[pd.DataFrame]:
     return [by_question[by_question["cell"] == cell] for cell in range(cells)]
 
 
-def against_full(group: Group) -> pd.DataFrame:
-    """Return what `against` says of each cell and the group's first cell of the full cache; NaN if there is none."""
-    questions, has_full = question_frames(group.samples, len(group.frame)), group.frame["method"][0] == "full"
+def with_questions(group: Group) -> pd.DataFrame:
+    """Return the group's frame with each cell's `questions`, see `question_frames`."""
+    return group.frame.assign(questions=question_frames(group.samples, len(group.frame)))
+
+
+def against_full(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return what `against` says of each cell and the first one of the full cache; NaN if there is none.
+
+    `frame`: as from `with_questions`."""
+    first = frame.iloc[0]
     return against(
         [
-            (own, questions[0]) if has_full and method != "full" else None
-            for own, method in zip(questions, group.frame["method"], strict=True)
+            (row.questions, first["questions"]) if first["method"] == "full" and row.method != "full" else None
+            for row in frame.itertuples()
         ]
     )
 
 
 def samples_frame(cells: list[dict[str, Any]], frame: pd.DataFrame) -> pd.DataFrame:
     """Return one row per question and cell: `cell` (its row in `frame`), series, size, task, doc_id, question, gold
-    (accepted answers), answer, score (NaN if the metric has none per question), cluster (see `cluster_of`), and the
-    question's measurements."""
+    (accepted answers), target (the task's right answer), answer, score (NaN if the metric has none per question),
+    cluster (see `cluster_of`), and the question's measurements."""
     rows = []
     for index, cell in enumerate(cells):
         found = headline(cell)
@@ -127,6 +134,7 @@ def samples_frame(cells: list[dict[str, Any]], frame: pd.DataFrame) -> pd.DataFr
                     "doc_id": sample["doc_id"],
                     "question": sample.get("input"),
                     "gold": gold(sample),
+                    "target": None if sample.get("target") is None else str(sample["target"]),
                     "answer": " ".join(str(answer).strip() for answer in np.ravel(sample["filtered_resps"])),
                     "score": score,
                     "cluster": cluster_of(cell, sample, found),
@@ -155,7 +163,9 @@ def cells_table(groups: list[Group]) -> pd.DataFrame:
     inner = ["order", "options", "per_layer", "kept"]  # lists, and what other columns contain
     parts = []
     for group in groups:
-        tests = against_full(group)[["difference", "low", "high", "p_value", "holm", "broken", "mended"]]
+        tests = against_full(with_questions(group))[
+            ["difference", "low", "high", "p_value", "holm", "broken", "mended"]
+        ]
         frame = group.frame.drop(columns=inner).assign(task=group.task, model=group.model)
         parts.append(frame.join(tests.add_prefix("against_full_")))
     table = pd.concat(parts, ignore_index=True)

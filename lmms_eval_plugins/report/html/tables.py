@@ -5,17 +5,18 @@ from pathlib import Path
 from kvcompress.files import replacing, write_text
 
 from ..against import MARGIN, columns, explanation
+from ..draws import pooled
 from ..latex import PREAMBLE, latex_tables
 from ..numbers import kept
 from ..table import KEPT, markdown, markdown_table, markdown_text, score_scale, scores_by_size
-from .groups import Group, against_full, cells_table, samples_table
+from .groups import Group, against_full, cells_table, samples_table, with_questions
 
 
 def write_tables(groups: list[Group], folder: Path) -> list[Path]:
     """Write tables.md, tables.tex, cells.csv, cells.parquet, samples.csv and samples.parquet; return their paths."""
     texts = {
         "tables.md": "\n".join(markdown_group(group) for group in groups),
-        "tables.tex": PREAMBLE + "\n".join(latex_tables(group.frame, group.title) for group in groups),
+        "tables.tex": PREAMBLE + "\n".join(latex_tables(pooled(group.frame), group.title) for group in groups),
     }
     for name, text in texts.items():
         write_text(folder / name, text)
@@ -29,7 +30,8 @@ def write_tables(groups: list[Group], folder: Path) -> list[Path]:
 
 def markdown_group(group: Group) -> str:
     """Return the table of all cells, and the table of scores by requested share."""
-    table = scores_by_size(group.frame, score_scale(group.frame))
+    frame = pooled(group.frame)
+    table = scores_by_size(frame, score_scale(frame))
     header, rows = (
         ["method", *table.columns],
         [[series, *row] for series, row in zip(table.index, table.to_numpy().tolist(), strict=True)],
@@ -37,18 +39,19 @@ def markdown_group(group: Group) -> str:
     pivot = markdown_table(header, rows, ["---", *["---:"] * table.shape[1]])
     metric = group.frame["metric"].iloc[0] or "score"
     about = f"{markdown_text(metric)} by the share that was requested; in brackets the share kept, if it differs:"
-    return f"{markdown(group.frame, group.title)}\n{about}\n\n{pivot}{markdown_tests(group)}"
+    return f"{markdown(frame, group.title)}\n{about}\n\n{pivot}{markdown_tests(group)}"
 
 
 def markdown_tests(group: Group) -> str:
     """Return the table of tests against the full cache; empty if nothing can be compared."""
-    tests = against_full(group).assign(answered=group.frame["samples"])
+    frame = pooled(with_questions(group)).reset_index(drop=True)
+    tests = against_full(frame).assign(answered=frame["samples"])
     if tests["difference"].isna().all():
         return ""
     header, rows = columns(tests, MARGIN)
     shown = [
         [cell.series, kept(cell.realised, cell.ratio, cell.budget), *row]
-        for cell, row in zip(group.frame.itertuples(), rows, strict=True)
+        for cell, row in zip(frame.itertuples(), rows, strict=True)
         if cell.method != "full"
     ]
     table = markdown_table(["method", KEPT, *header], shown, ["---", *["---:"] * (len(header) + 1)])

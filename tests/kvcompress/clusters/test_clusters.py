@@ -36,6 +36,12 @@ def test_streamingllm_keeps_first_and_last_tokens(layer, sinks):
 
 @examples(60)
 @given(layer=layers())
+def test_recent_keeps_the_last_tokens(layer):
+    check(kvcompress.make_cluster("recent"), layer, lambda q, k, v, budget: {*range(len(k) - budget, len(k))})
+
+
+@examples(60)
+@given(layer=layers())
 def test_knorm_keeps_the_smallest_key_norms(layer):
     check(
         kvcompress.make_cluster("knorm"),

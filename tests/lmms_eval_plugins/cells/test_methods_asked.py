@@ -1,5 +1,7 @@
 """METHOD=all and its parts; what cannot run here is left out with a line, and the others run."""
 
+from pathlib import Path
+
 import pytest
 
 import kvcompress
@@ -44,6 +46,21 @@ def test_an_option_of_some_goes_to_those_that_have_it():
     of_window = {cell.method for cell, _ in methods("all-kv", more=("window_size=4",)).cells if cell.options}
     assert {"snapkv", "adakv"} <= of_window
     assert "knorm" not in of_window
+
+
+def test_methods_that_change_the_pictures_are_asked_for_by_name_and_blind_has_one_size():
+    plan = methods("full,blind,downsample,snapkv", more=("fewer_frames=true", "window_size=4", "prefill_chunk=64"))
+    cells = {cell.method: cell for cell, _ in plan.cells}
+    assert {method: cell.ratio for method, cell in cells.items()} == {
+        "full": 1.0,
+        "blind": 0.0,
+        "downsample": 0.3,
+        "snapkv": 0.3,
+    }
+    assert cells["downsample"].options == {"fewer_frames": True, "prefill_chunk": 64}
+    assert cells["blind"].folder(tmp := Path("x")) == tmp / "tiny_textvqa/tiny/blind-0-prefill_chunk=64"
+    with pytest.raises(KVCompressError, match="'fewer_frames' is an option of downsample, not of snapkv"):
+        methods("snapkv", more=("fewer_frames=true",))
 
 
 @pytest.mark.parametrize("asked", ["q-filters,snapkv", "snapkv,kvzap,knorm"])

@@ -8,10 +8,10 @@ import pytest
 
 import kvcompress
 from kvcompress.errors import KVCompressError
-from kvcompress.policy.options import all_options
 from lmms_eval_plugins.cells import names
 from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.model.arguments import LEGACY_ARGUMENTS, ModelArguments
+from lmms_eval_plugins.model.input_methods import INPUT_METHODS, method_options
 
 SLIPS = [
     (["no_such_task", "tiny", "snapkv", "0.2"], "unknown task 'no_such_task'"),
@@ -48,8 +48,9 @@ def test_who_names_files_with_methods_is_not_told_that_there_is_none(monkeypatch
 
 
 def test_the_text_knows_every_method_and_argument():
-    assert names.method_names() == sorted(kvcompress.list_methods())
-    known = {option for info in kvcompress.list_methods().values() for option in all_options(info)}
+    methods = sorted([*kvcompress.list_methods(), *INPUT_METHODS])
+    assert names.method_names() == methods
+    known = {option for method in methods for option in method_options(method)}
     assert known | set(ModelArguments.model_fields) | set(LEGACY_ARGUMENTS) | {"budget"} <= names.argument_names()
 
 

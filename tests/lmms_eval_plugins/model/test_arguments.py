@@ -45,7 +45,7 @@ def test_none_means_the_default(none):
 
 @pytest.mark.parametrize(("given", "merge"), [("none", "none"), ("None", "d2o"), (None, "d2o"), ("average", "average")])
 def test_no_merging_is_a_value_and_not_the_default(given, merge):
-    assert make_compression("d2o", 0.2, merge=given).policy().chosen("merge") == merge
+    assert make_compression("d2o", 0.2, merge=given).chosen.policy.chosen("merge") == merge
 
 
 def test_tiny_is_the_bundled_checkpoint():

@@ -1,0 +1,56 @@
+"""One row for the cells of a method that differ only in its `seed`: draws of the same choice."""
+
+import numpy as np
+import pandas as pd
+
+SEED = "seed="
+# Columns of a row that become the mean over draws; NaN if a draw has none.
+MEANS = (
+    "realised", "kept", "score", "relative", "loyalty", "speed_up", "ttft_s", "tpot_s", "answers_per_s", "tokens_per_s",
+    "tokens_per_correct", "tokens_out", "kv_bytes", "kv_room_bytes", "peak_kv_bytes",
+)  # fmt: skip
+
+
+def pooled(frame: pd.DataFrame) -> pd.DataFrame:
+    """Join the draws of each method, size and set of settings.
+
+    Args:
+        frame: rows of `table.cell_row`, all of one task and model; also with a column `questions` (`question_frame`).
+
+    Returns:
+        The frame with one row for all draws: means, in `stderr` the standard deviation of their scores, in `draws` how
+        many there are, and the option `draws=10` in place of the seed. Rows that stand alone are unchanged.
+    """
+    plain = frame["options"].map(lambda options: tuple(each for each in options if not each.startswith(SEED)))
+    keys = [frame["settings"], frame["method"], plain, frame["ratio"].astype(float), frame["budget"].astype(float)]
+    groups = [draws for _, draws in frame.groupby(keys, sort=False, dropna=False)]
+    if len(groups) == len(frame):
+        return frame
+    return pd.concat([_joined(draws) if len(draws) > 1 else draws for draws in groups]).infer_objects()
+
+
+def _joined(draws: pd.DataFrame) -> pd.DataFrame:
+    first = draws.iloc[0].copy()
+    for name in MEANS:
+        if name in draws:
+            first[name] = draws[name].astype(float).mean(skipna=False)
+    first["stderr"] = draws["score"].astype(float).std(skipna=False)
+    first["draws"] = len(draws)
+    first["options"] = (*(each for each in first["options"] if not each.startswith(SEED)), f"draws={len(draws)}")
+    first["series"] = " ".join((first["method"], *first["options"]))
+    if all(isinstance(layers, list) for layers in draws["per_layer"]):
+        first["per_layer"] = np.mean([*draws["per_layer"]], axis=0).tolist()
+    if "questions" in draws:
+        first["questions"] = _mean_questions(draws["questions"].tolist())
+    return first.to_frame().T
+
+
+def _mean_questions(frames: list[pd.DataFrame]) -> pd.DataFrame:
+    """Return the mean over draws of each question's numbers, with the first draw's answer."""
+    numbers = [name for name in ("score", "seconds", "tokens_out") if name in frames[0]]
+    means = (
+        pd.concat([frame[numbers] for frame in frames]).groupby(level=[0, 1]).agg(lambda own: own.mean(skipna=False))
+    )
+    first = pd.concat(frames)
+    first = first[~first.index.duplicated()].sort_index()
+    return first.assign(**means)

@@ -1,0 +1,66 @@
+"""What a task's questions can show: which of them the model answers blind, and whether the full cache is weak."""
+
+import pandas as pd
+
+RIGHT = 0.5  # least score of a question that counts as answered
+OFTEN = 10  # questions with the same target, from which on it may be guessed
+NAMED = 20  # questions named in one line
+
+
+def answered_blind(group: pd.DataFrame) -> list[tuple[str, int]]:
+    """Return (task, doc_id) of the questions that the blind run answers; empty without such a run.
+
+    Args:
+        group: cells of one task, model and settings, as from `load_grid`.
+    """
+    blind = group[group["method"] == "blind"]
+    if blind.empty:
+        return []
+    score = blind["questions"].iloc[0]["score"]
+    return [*score[score >= RIGHT].index]
+
+
+def chance(questions: pd.DataFrame) -> float:
+    """Return the share of questions whose target is the commonest one, which is what guessing it scores. 0 if it is
+    that of fewer than OFTEN questions, or if there is no other target."""
+    counts = questions["target"].value_counts()
+    return counts.iloc[0] / len(questions) if len(counts) > 1 and counts.iloc[0] >= OFTEN else 0.0
+
+
+def weak_below(base: float) -> float:
+    """Return the score, in [0, 1], below which the full cache is weak if `base` can be had without seeing: twice that;
+    from a third on, half of the way from there to 1."""
+    return min(2 * base, (1 + base) / 2)
+
+
+def gate_lines(group: pd.DataFrame) -> list[str]:
+    """Return a line that names the questions that are answered blind, and one if the full cache is weak.
+
+    Args:
+        group: as for `answered_blind`. Scores are compared if there is a full cache, whose own are all in [0, 1].
+    """
+    lines, task = [], group["task"].iloc[0]
+    full, blind = group[group["method"] == "full"], group[group["method"] == "blind"]
+    if full.empty:
+        return lines
+    full = full.iloc[0]
+    if len(blind):
+        found, asked = answered_blind(group), len(blind["questions"].iloc[0])
+        leaves = full["questions"].index.get_level_values("task").nunique()
+        names = [str(doc_id) if leaves == 1 else f"{leaf}/{doc_id}" for leaf, doc_id in found]
+        more = f" and {len(names) - NAMED} more (kvcompress metrics --json names all)" if len(names) > NAMED else ""
+        which = f": {', '.join(names[:NAMED])}{more}" if names else ""
+        lines.append(f"{task}: {len(found)} of {asked} questions are answered blind{which}")
+    scores = full["questions"]["score"]
+    if not (len(scores) and scores.between(0, 1).all()):
+        return lines
+    bases = {"the commonest answer": chance(full["questions"])}
+    if len(blind):
+        bases["blind"] = float(blind["score"].iloc[0])
+    name = max(bases, key=lambda each: bases[each])
+    if full["score"] < weak_below(bases[name]):
+        lines.append(
+            f"{task}: the full cache is weak: it scores {100 * full['score']:.1f}, and {name} {100 * bases[name]:.1f}; "
+            f"below {100 * weak_below(bases[name]):.1f}, what a method loses is hard to tell from guessing"
+        )
+    return lines

@@ -1,0 +1,84 @@
+"""Which questions are answered blind, and where the full cache is too weak to compare with."""
+
+import json
+
+import pytest
+
+from lmms_eval_plugins.report.gate import weak_below
+from lmms_eval_plugins.report.html.data import page_data
+from lmms_eval_plugins.report.html.groups import load_groups
+from lmms_eval_plugins.report.metrics_command import main
+from tests.support.result_cells import write_answers
+
+TRUTH = "ab" * 10 + "cdefghijklmnopqrstuv"  # 40 questions; of 10 the answer is a, of 10 b
+
+
+def write(root, method, right, truth=TRUTH, targets=None):
+    """A cell that answers the questions `right` rightly."""
+    answers = "".join(letter if n in right else "X" for n, letter in enumerate(truth))
+    ratio = {"full": 1.0, "blind": 0.0}.get(method, 0.5)
+    return write_answers(root, "one", method, ratio, answers, truth, realised=ratio or 0.1, targets=targets)
+
+
+def warnings(capsys, folder):
+    assert main([str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    return found["warnings"], found["answered_blind"]
+
+
+def test_questions_that_are_answered_blind_are_named(tmp_path, capsys):
+    folder = write(tmp_path, "full", range(40))
+    assert warnings(capsys, folder) == ([], [])
+    write(tmp_path, "blind", [3, 17])
+    lines, blind = warnings(capsys, folder)
+    assert lines == ["one: 2 of 40 questions are answered blind: 3, 17"]
+    assert blind == [{"task": "one", "doc_id": 3}, {"task": "one", "doc_id": 17}]
+    write(tmp_path, "blind", range(22))
+    lines, blind = warnings(capsys, folder)
+    assert lines[0].endswith(", 18, 19 and 2 more (kvcompress metrics --json names all)")
+    assert len(blind) == 22
+
+
+@pytest.mark.parametrize(("full", "is_weak"), [(23, True), (24, False)])
+def test_a_full_cache_below_twice_the_blind_score_is_weak(tmp_path, capsys, full, is_weak):
+    folder = write(tmp_path, "full", range(full))
+    write(tmp_path, "blind", range(12))
+    lines = warnings(capsys, folder)[0]
+    assert [line for line in lines if "weak" in line] == is_weak * [
+        "one: the full cache is weak: it scores 57.5, and blind 30.0; below 60.0, what a method loses is hard to tell "
+        "from guessing"
+    ]
+    (shown,) = page_data(load_groups(folder))["groups"]
+    assert shown["warning"] == "; ".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("full", "targets", "is_weak"),
+    [
+        (19, TRUTH, True),
+        (20, TRUTH, False),
+        (2, "ab" * 4 + TRUTH[8:17] + "wxyz" * 5 + "123", False),
+        (2, "z" * 40, False),
+    ],
+    ids=["below", "twice", "no target ten times", "no other target"],
+)
+def test_without_a_blind_run_the_commonest_target_is_what_guessing_scores(tmp_path, capsys, full, targets, is_weak):
+    folder = write(tmp_path, "full", range(full), targets=targets)
+    lines = warnings(capsys, folder)[0]
+    assert len(lines) == is_weak
+    assert all("and the commonest answer 25.0; below 50.0" in line for line in lines)
+
+
+def test_from_a_third_on_twice_the_score_is_not_asked_for():
+    assert [weak_below(base) for base in (0, 0.25, 0.5, 0.8)] == [0, 0.5, 0.75, pytest.approx(0.9)]
+    assert weak_below(1 / 3) == pytest.approx(2 / 3)
+
+
+def test_blind_has_no_curve_but_a_test(tmp_path, capsys):
+    folder = write(tmp_path, "full", range(40))
+    write(tmp_path, "blind", [3])
+    write(tmp_path, "knorm", range(30))
+    main([str(folder), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert [row["series"] for row in found["curves"]] == ["knorm"]
+    assert [row["series"] for row in found["tests"]] == ["blind", "knorm"]
