@@ -39,6 +39,7 @@ NEW = 8
 TOLERANCE = 2e-4
 ALL_CHANNELS = {"cache_implementation": "think", "key_channels": 1.0, "key_recent": 5}
 EIGHT_BITS = {"cache_implementation": "quantized", "kv_backend": "hqq", "kv_bits": 8, "kv_group_size": 16}
+FP8 = {"cache_implementation": "quantized", "kv_backend": "fp8"}
 
 
 def draw(seed: int, index: int) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     options["first_token"] = rng.choice(["full", "full", "compressed"])
     if "decode_interval" not in options or rng.random() < 0.05:
         kinds = ["dynamic", "static", "offloaded", "offloaded_static"]
-        options |= rng.choice([EIGHT_BITS, ALL_CHANNELS, *({"cache_implementation": kind} for kind in kinds)])
+        options |= rng.choice([EIGHT_BITS, FP8, ALL_CHANNELS, *({"cache_implementation": kind} for kind in kinds)])
     return {
         "family": family,
         "heads": rng.choice([(4, 2), (4, 1), (4, 4), (6, 2)]),

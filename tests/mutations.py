@@ -215,6 +215,13 @@ MUTATIONS = {
         "a step's output is turned on in place of back",
         (CORE + "kernels/test_packed.py::test_without_a_compiler_one_line_says_so_and_plain_torch_attends",),
     ),
+    "fp8-scale": Mutation(
+        "cache/storage/fp8.py",
+        "if indices is not None and total != indices.numel():",
+        "if False:",
+        "what lies in unused slots widens the scale",
+        (CORE + "cache/test_fp8.py::test_what_lies_in_unused_slots_does_not_widen_the_scale",),
+    ),
     "turboquant-visible": Mutation(
         "cache/storage/turboquant.py",
         "return packed_decode(query, *self.inner.segments(), pads, self.codecs, scaling)",

@@ -6,7 +6,7 @@ from ..clusters.base import KVCluster, make_cluster
 from ..clusters.calibrated import check_calibration
 from ..clusters.learned import check_checkpoint
 from ..errors import KVCompressError, unknown_name, validated
-from ..kernels.quantization import check_bits
+from ..kernels.quantization import PACKAGES, check_bits
 from ..methods import MethodInfo, list_methods, make_method, method_info, method_name
 from ..scoring.budget import Budget
 from ..scoring.merging import MERGES
@@ -62,6 +62,8 @@ def make_policy(
         cluster = make_cluster(scored_by.name, **own)
         check_checkpoint(cluster, scored_by.name)
         check_calibration(cluster, scored_by.name)
+    if (of_engine.get("cache_implementation"), of_engine.get("kv_backend")) == ("quantized", "fp8"):
+        of_engine = {"kv_bits": 8, **of_engine}
     engine = validated(Engine, "option", of_engine)
     wanted = method_budget(info.name, ratio, budget)
     if cluster.of_variant("sinks_on_top") and engine.ratio_of == "prompt":  # otherwise `ratio` counts no sinks anyway
@@ -88,12 +90,14 @@ def _check_storage(engine: Engine, given: list[str]) -> None:
             raise KVCompressError(f"{name}= needs cache_implementation={kind!r}")
     if engine.cache_implementation != "quantized":
         return
-    if engine.kv_backend != "turboquant":
+    if engine.kv_backend in PACKAGES:
         engine.quantizer.check()
     else:
         check_bits(engine.kv_backend, engine.kv_bits)
         if of_groups := {"kv_group_size", "kv_residual"} & set(given):
-            raise KVCompressError(f"{min(of_groups)}= is not for kv_backend='turboquant', which packs each entry alone")
+            raise KVCompressError(
+                f"{min(of_groups)}= is not for kv_backend={engine.kv_backend!r}, which packs each entry alone"
+            )
 
 
 def _check_parts(policy: Policy, info: MethodInfo, scored_by: MethodInfo) -> None:

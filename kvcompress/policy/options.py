@@ -54,7 +54,8 @@ class Engine:
             buffers of fixed shape, with room for `max_new_tokens`, so that decoding can run as one compiled graph;
             `offloaded`, `offloaded_static`: the same in CPU memory, fetched one layer ahead (not compiled);
             `quantized`: entries are stored once, in `kv_bits`; `think`: keys lose channels (docs/low-bits.md).
-        kv_bits, kv_backend: for `quantized`, bits per number, and `quanto`, `hqq` or `turboquant`.
+        kv_bits, kv_backend: for `quantized`, bits per number, and `quanto`, `hqq`, `turboquant` or `fp8`,
+            which has 8 bits, also by default.
         kv_group_size, kv_residual: for `quanto` and `hqq`, the numbers that share a scale, and the decoded tokens that
             wait in full precision.
         key_channels, key_recent: for `think`, the part of each KV head's channels that keys keep, and the number of
@@ -82,7 +83,7 @@ class Engine:
         "dynamic"
     )
     kv_bits: PositiveInt = 4
-    kv_backend: Literal["quanto", "hqq", "turboquant"] = "quanto"
+    kv_backend: Literal["quanto", "hqq", "turboquant", "fp8"] = "quanto"
     kv_group_size: PositiveInt = 64
     kv_residual: PositiveInt = 128
     key_channels: Fraction = 0.6

@@ -20,6 +20,7 @@ QUANTIZED = {  # backend -> its options
     "quanto": ("kv_backend", "kv_bits", "kv_group_size", "kv_residual"),
     "hqq": ("kv_backend", "kv_bits", "kv_group_size", "kv_residual"),
     "turboquant": ("kv_backend", "kv_bits"),
+    "fp8": ("kv_backend", "kv_bits"),
 }
 THINK = ("key_channels", "key_recent")
 ALWAYS_SAID = ("first_token", "scope", "ratio_of")

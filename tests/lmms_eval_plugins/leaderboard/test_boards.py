@@ -41,6 +41,7 @@ DIFFERENT = {
     "fewer channels": cell_of(cache_implementation="think"),
     "few channels": cell_of(cache_implementation="think", key_channels=0.3),
     "turboquant": cell_of(cache_implementation="quantized", kv_backend="turboquant"),
+    "fp8": cell_of(cache_implementation="quantized", kv_backend="fp8"),
     "batch_size": cell_of(settings={"batch_size": 8}),
     "slots": cell_of(settings={"slots": 8}),
     "generation": cell_of(settings={"gen_kwargs": {"temperature": 1.0}}),
