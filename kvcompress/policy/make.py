@@ -14,6 +14,7 @@ from ..tokens.base import TokenMethod
 from .conflicts import (
     CALIBRATION,
     DECODE_EVICTION,
+    FAIR,
     HIDDEN_STATES,
     MEASURED,
     MOVED_KEYS,
@@ -76,6 +77,8 @@ def make_policy(
     _check_parts(policy, info, scored_by)
     if policy.protect is not None and engine.ratio_of == "vision":
         raise KVCompressError("ratio_of='vision' evicts no text, so protect= needs ratio_of='prompt'")
+    if policy.fair is not None:
+        check_conflicts(policy, FAIR)
     if engine.context_tokens is not None and engine.scope != "context":
         raise KVCompressError(f"context_tokens={engine.context_tokens} needs scope='context'")
     _check_storage(engine, [name for name in STORAGE_OPTIONS if getattr(engine, name) != getattr(Engine, name)])

@@ -42,6 +42,8 @@ class Engine:
             tokens; only these are evicted, text is kept.
         protect: tokens of the prompt that stay, inside the budget: `prompt`, `system`, `question`, `text`, `first:N`,
             `last:N`, `tokens:A-B`, joined by `+` (policy/spans.py). None: none but those that the method itself keeps.
+        fair: spans of the first prompt (`first:N`, `last:N`, `tokens:A-B`, joined by `+`). Of what may be evicted, each
+            span and all other tokens together keep the same share when the prompt is compressed. None: no spans.
         first_token: `full`: the answer's first token comes from the prefill, which attends to everything (as in all
             comparable projects); `compressed`: the last prompt token is fed again on the compressed cache.
         prefill_chunk: the most prompt tokens that pass through the language model at once. After each chunk, everything
@@ -74,6 +76,7 @@ class Engine:
     context_tokens: int | None = None
     ratio_of: Literal["prompt", "vision"] = "prompt"
     protect: str | None = None
+    fair: str | None = None
     first_token: Literal["full", "compressed"] = "full"
     prefill_chunk: PositiveInt | None = None
     decode_budget: PositiveInt | None = None

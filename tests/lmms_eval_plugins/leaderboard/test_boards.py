@@ -30,6 +30,7 @@ DIFFERENT = {
     "first_token": cell_of(first_token="compressed"),
     "scope": cell_of(scope="context"),
     "context_tokens": cell_of(scope="context", context_tokens=-1),
+    "fair": cell_of(fair="first:9"),
     "ratio_of": cell_of(ratio_of="vision"),
     "positions": cell_of(positions="cache"),
     "prefill_chunk": cell_of(prefill_chunk=512),
