@@ -31,6 +31,7 @@ from kvcompress.scoring.merging import MERGES
 from kvcompress.scoring.selection import ADAPTIVE
 from kvcompress.scoring.vision import vision_token_mask
 from tests.support.calibrations import calibration_of
+from tests.support.fair import checked_choices
 from tests.support.families import FAMILIES
 from tests.support.in_flight import check_in_flight
 from tests.support.strategies import METHODS, OPTIONS
@@ -39,6 +40,7 @@ NEW = 8
 TOLERANCE = 2e-4
 ALL_CHANNELS = {"cache_implementation": "think", "key_channels": 1.0, "key_recent": 5}
 EIGHT_BITS = {"cache_implementation": "quantized", "kv_backend": "hqq", "kv_bits": 8, "kv_group_size": 16}
+FP8 = {"cache_implementation": "quantized", "kv_backend": "fp8"}
 
 
 def draw(seed: int, index: int) -> dict[str, Any]:
@@ -80,10 +82,14 @@ def draw(seed: int, index: int) -> dict[str, Any]:
             if "decode_interval" in options:
                 options.pop("decode_budget", None)
                 options["decode_ratio"] = rng.uniform(options["ratio"], 1)
+        if rng.random() < 0.2:
+            parts = [f"first:{rng.randint(1, 6)}", f"tokens:{rng.randint(6, 8)}-{rng.randint(9, 15)}", "last:3"]
+            options |= {"fair": "+".join(rng.sample(parts, rng.choice([1, 2, 3])))}
+            options |= {"head_budget": rng.choice(["uniform", "shared"])}
     options["first_token"] = rng.choice(["full", "full", "compressed"])
     if "decode_interval" not in options or rng.random() < 0.05:
         kinds = ["dynamic", "static", "offloaded", "offloaded_static"]
-        options |= rng.choice([EIGHT_BITS, ALL_CHANNELS, *({"cache_implementation": kind} for kind in kinds)])
+        options |= rng.choice([EIGHT_BITS, FP8, ALL_CHANNELS, *({"cache_implementation": kind} for kind in kinds)])
     return {
         "family": family,
         "heads": rng.choice([(4, 2), (4, 1), (4, 4), (6, 2)]),
@@ -103,7 +109,8 @@ def scored_by(config: dict[str, Any]) -> str:
 
 def answer(model: torch.nn.Module, inputs: dict, config: dict, forced=None) -> tuple[torch.Tensor, torch.Tensor, dict]:
     options = config["options"] | calibration_of(scored_by(config), model)
-    with kvcompress.compress(model, config["method"], max_new_tokens=NEW + 1, **options) as session:
+    fair = checked_choices() if "fair" in options else contextlib.nullcontext()
+    with fair, kvcompress.compress(model, config["method"], max_new_tokens=NEW + 1, **options) as session:
         history = History(session)
         criteria = StoppingCriteriaList([history])
         tokens, logits = generate(model, inputs, NEW, forced, stopping_criteria=criteria)

@@ -215,6 +215,20 @@ MUTATIONS = {
         "a step's output is turned on in place of back",
         (CORE + "kernels/test_packed.py::test_without_a_compiler_one_line_says_so_and_plain_torch_attends",),
     ),
+    "fair-pads": Mutation(
+        "scoring/selection.py",
+        "    scores = scores.masked_fill(pads, -torch.inf)\n    stays",
+        "    stays",
+        "a pad that a method would keep takes from the spans' shares",
+        (CORE + "cache/test_fair.py::test_each_choice_of_every_method_is_fair_in_any_batch_and_in_flight",),
+    ),
+    "fp8-scale": Mutation(
+        "cache/storage/fp8.py",
+        "if indices is not None and total != indices.numel():",
+        "if False:",
+        "what lies in unused slots widens the scale",
+        (CORE + "cache/test_fp8.py::test_what_lies_in_unused_slots_does_not_widen_the_scale",),
+    ),
     "turboquant-visible": Mutation(
         "cache/storage/turboquant.py",
         "return packed_decode(query, *self.inner.segments(), pads, self.codecs, scaling)",

@@ -76,6 +76,7 @@ class Choice:
             frame_tokens=tokens.frame_tokens,
             protected=None if protected is None else protected.to(device),
             protected_lengths=counts,
+            groups=None if tokens.groups is None else tokens.groups.to(device),
             row_seeds=tokens.row_seeds,
             module=states.module,
             rotary=states.rotary,
@@ -96,6 +97,7 @@ class Choice:
             merge_modality=engine.merge_modality,
             moves_keys=policy.moves_keys,
             evicts_later=policy.decode is not None,
+            groups=1 if policy.fair is None else 1 + len(policy.fair.parts),
         )
 
     def observe(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:

@@ -35,6 +35,8 @@ class NewTokens:
             entries; None without it.
         protected_lengths: how many of each row's context; empty without it.
         lasting: what `protect=` keeps from later evictions; None without it.
+        groups: LongTensor (batch, columns), the group of each token that `fair=` names; None without it, and in later
+            prompts.
         seen_vision: for a prompt in chunks, `vision` for all columns so far, these included: bool (batch, seen); None
             if unknown.
     """
@@ -51,6 +53,7 @@ class NewTokens:
     protected: torch.Tensor | None = None
     protected_lengths: tuple[int, ...] = ()
     lasting: Protected | None = None
+    groups: torch.Tensor | None = None
     seen_vision: torch.Tensor | None = None
 
     def columns_from(self, start: int, stop: int) -> "NewTokens":
@@ -77,6 +80,7 @@ class NewTokens:
             seen_vision=seen,
             protected=protected,
             protected_lengths=() if protected is None else tuple(protected.sum(1).tolist()),
+            groups=None if self.groups is None else self.groups[:, start:stop],
             lasting=self.lasting and self.lasting.piece(start, stop),
         )
 
@@ -138,13 +142,19 @@ class NewTokens:
         elif engine.ratio_of == "vision" or (engine.scope == "context" and engine.context_tokens is None):
             raise KVCompressError("ratio_of='vision' and scope='context' need input_ids to find images and videos")
         context = _context_lengths(engine, is_first, lengths, vision)
-        place = next((each.device for each in (input_ids, attention_mask) if isinstance(each, torch.Tensor)), None)
-        protected = protected_tokens(policy, lengths, context, vision, columns, is_first, place or torch.device("cpu"))
+        given = (each.device for each in (input_ids, attention_mask) if isinstance(each, torch.Tensor))
+        place = next(given, torch.device("cpu"))
+        protected = protected_tokens(policy, lengths, context, vision, columns, is_first, place)
+        groups = None
+        if policy.fair is not None and is_first:
+            groups = on_device(policy.fair.groups(lengths, columns), place)
         if vision is not None:
             ends = torch.tensor([columns - n + m for n, m in zip(lengths, context, strict=True)])
             vision_lengths = (vision & (torch.arange(columns) < ends[:, None])).sum(1).tolist()
             vision = on_device(vision, input_ids.device)
-        return cls(columns, lengths, padding, vision, vision_lengths, context, seeds, frames, **protected)
+        return cls(
+            columns, lengths, padding, vision, vision_lengths, context, seeds, frames, groups=groups, **protected
+        )
 
 
 def check_past(mask: object, columns: int, seen: int, real: list[int]) -> None:

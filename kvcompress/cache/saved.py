@@ -30,6 +30,7 @@ from .memory import SequenceLog
 from .protected import Protected
 from .storage.base import Storage
 from .storage.dense import DenseStorage
+from .storage.fp8 import Fp8Storage
 from .storage.offloaded import OffloadedStorage
 from .storage.quantized import QuantizedStorage
 from .storage.ragged import RaggedStorage
@@ -40,7 +41,7 @@ from .storage.turboquant import TurboQuantStorage
 FORMAT = 1  # increase when trees of this format would be misread
 KEY = "kvcompress_cache"
 STORAGES = (DenseStorage, RaggedStorage, StaticStorage, QuantizedStorage, TurboQuantStorage, ThinKStorage)
-STORAGES += (OffloadedStorage,)
+STORAGES += (Fp8Storage, OffloadedStorage)
 KINDS = {kind.__name__: kind for storage in STORAGES for kind in (storage, *storage.parts)}
 KINDS |= {kind.__name__: kind for kind in (Protected, Rotary, SequenceLog)}
 CPU = torch.device("cpu")

@@ -92,7 +92,7 @@ def context_of(states: States, view: LayerView, context: list[int]) -> Candidate
         taken = [_columns_of(each, source) for each in whole]
     masks = {
         name: None if mask is None else mask.gather(1, source)
-        for name, mask in (("vision", view.vision), ("protected", view.protected))
+        for name, mask in (("vision", view.vision), ("protected", view.protected), ("groups", view.groups))
     }
     padding = empty[:, None] if min(context) < width else None
     rotary = None if view.rotary is None else view.rotary.columns(source)

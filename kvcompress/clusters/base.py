@@ -12,7 +12,7 @@ from ..scoring.layer_view import Kept, LayerView, gather
 from ..scoring.merging import merge_evicted
 from ..scoring.places import moved_together
 from ..scoring.rows import scores_of
-from ..scoring.selection import ADAPTIVE, adaptive_indices, sinks_first, top_indices
+from ..scoring.selection import ADAPTIVE, adaptive_indices, fair_scores, sinks_first, top_indices
 
 # What a method may still define by its earlier name.
 RENAMED = {
@@ -134,6 +134,8 @@ class KVCluster(Method):
         head_budget = view.settings.head_budget or self.head_budget
         if head_budget in ADAPTIVE:
             return adaptive_indices(scores, view.budgets, view.settings.safeguard, view.padding, head_budget)
+        if view.groups is not None:
+            scores = fair_scores(scores, view.groups, view.settings.groups, view.budgets, view.padding)
         return top_indices(scores, view.budgets, view.padding)
 
     def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:

@@ -1,5 +1,5 @@
 """Low-bit storage of states: which bits each backend offers, and groups of consecutive numbers that share a scale and a
-zero, through optimum-quanto or hqq. `turboquant.py` is our own backend."""
+zero, through optimum-quanto or hqq. The other backends are `turboquant.py` and `fp8.py`."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import KVCompressError
-from . import turboquant
+from . import fp8, turboquant
 
-BITS = {"quanto": (2, 4), "hqq": (1, 2, 4, 8), "turboquant": turboquant.BITS}
+BITS = {"quanto": (2, 4), "hqq": (1, 2, 4, 8), "turboquant": turboquant.BITS, "fp8": fp8.BITS}
 PACKAGES = {"quanto": "optimum.quanto", "hqq": "hqq"}
 PIP_NAMES = {"quanto": "optimum-quanto", "hqq": "hqq"}
 ROWS_PER_BYTE = 8  # both pack several rows into one byte, so rows come in multiples

@@ -12,10 +12,11 @@ from .policy import Policy
 
 SCORER, CALIBRATION, MEASURED = "scorer=", "calibration=", "a measured layer_budget="
 HIDDEN_STATES = "a method that reads hidden states"
-DECODE_EVICTION, PREFILL_CHUNK = "decode_budget= or decode_ratio=", "prefill_chunk="
+DECODE_EVICTION, PREFILL_CHUNK, FAIR = "decode_budget= or decode_ratio=", "prefill_chunk=", "fair="
 MOVED_KEYS = "positions='cache' while decoding evicts"
 TENSOR_PARALLEL, PAGES, SPEECH = "tensor parallelism", "continuous batching", "spoken answers"
 
+CHOICE = ("keep", "select", "update_kv")  # what a method overrides that chooses by more than scores
 STORED_ONCE = "it stores an entry once and for all; dynamic and offloaded do go"
 SHARED_TABLE = "all layers and KV heads share a request's page table, so each keeps as many entries"
 
@@ -65,7 +66,7 @@ def _overrides(cls: type, *names: str) -> bool:
 
 
 def _chooses_by_more_than_scores(policy: Policy) -> bool:
-    return policy.method == "full" or _overrides(method_info(policy.method).cls, "keep", "select", "update_kv")
+    return policy.method == "full" or _overrides(method_info(policy.method).cls, *CHOICE)
 
 
 def _stores_once(policy: Policy) -> bool:
@@ -120,6 +121,16 @@ CONFLICTS = (
     ),
     Conflict(PREFILL_CHUNK, "positions", "it moves the keys of one prompt", lambda policy: policy.moves_keys),
     Conflict(
+        FAIR, "method", "it chooses by more than scores", lambda policy: _overrides(type(policy.cluster), *CHOICE)
+    ),
+    Conflict(
+        FAIR,
+        "head_budget",
+        "heads that compete for one budget would divide each group unevenly",
+        lambda policy: policy.head_budget in ADAPTIVE,
+    ),
+    Conflict(FAIR, "prefill_chunk", "a chunk does not know how many tokens of each span follow"),
+    Conflict(
         TENSOR_PARALLEL,
         "calibration=",
         "the file is of all heads",
@@ -162,6 +173,7 @@ CONFLICTS = (
     Conflict(PAGES, "scope", "a request does not say where its question begins"),
     Conflict(PAGES, "ratio_of", "requests are text"),
     Conflict(PAGES, "protect", "pages are planned without a prompt's protected tokens"),
+    Conflict(PAGES, "fair", "pages are planned without a prompt's spans"),
     Conflict(PAGES, "first_token", "the scheduler feeds no token twice"),
     Conflict(PAGES, "prefill_chunk", "the scheduler chooses the chunks"),
     Conflict(PAGES, "cache_implementation", "the pages are the storage"),

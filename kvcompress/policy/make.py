@@ -6,7 +6,7 @@ from ..clusters.base import KVCluster, make_cluster
 from ..clusters.calibrated import check_calibration
 from ..clusters.learned import check_checkpoint
 from ..errors import KVCompressError, unknown_name, validated
-from ..kernels.quantization import check_bits
+from ..kernels.quantization import PACKAGES, check_bits
 from ..methods import MethodInfo, list_methods, make_method, method_info, method_name
 from ..scoring.budget import Budget
 from ..scoring.merging import MERGES
@@ -14,6 +14,7 @@ from ..tokens.base import TokenMethod
 from .conflicts import (
     CALIBRATION,
     DECODE_EVICTION,
+    FAIR,
     HIDDEN_STATES,
     MEASURED,
     MOVED_KEYS,
@@ -62,6 +63,8 @@ def make_policy(
         cluster = make_cluster(scored_by.name, **own)
         check_checkpoint(cluster, scored_by.name)
         check_calibration(cluster, scored_by.name)
+    if (of_engine.get("cache_implementation"), of_engine.get("kv_backend")) == ("quantized", "fp8"):
+        of_engine = {"kv_bits": 8, **of_engine}
     engine = validated(Engine, "option", of_engine)
     wanted = method_budget(info.name, ratio, budget)
     if cluster.of_variant("sinks_on_top") and engine.ratio_of == "prompt":  # otherwise `ratio` counts no sinks anyway
@@ -74,6 +77,8 @@ def make_policy(
     _check_parts(policy, info, scored_by)
     if policy.protect is not None and engine.ratio_of == "vision":
         raise KVCompressError("ratio_of='vision' evicts no text, so protect= needs ratio_of='prompt'")
+    if policy.fair is not None:
+        check_conflicts(policy, FAIR)
     if engine.context_tokens is not None and engine.scope != "context":
         raise KVCompressError(f"context_tokens={engine.context_tokens} needs scope='context'")
     _check_storage(engine, [name for name in STORAGE_OPTIONS if getattr(engine, name) != getattr(Engine, name)])
@@ -88,12 +93,14 @@ def _check_storage(engine: Engine, given: list[str]) -> None:
             raise KVCompressError(f"{name}= needs cache_implementation={kind!r}")
     if engine.cache_implementation != "quantized":
         return
-    if engine.kv_backend != "turboquant":
+    if engine.kv_backend in PACKAGES:
         engine.quantizer.check()
     else:
         check_bits(engine.kv_backend, engine.kv_bits)
         if of_groups := {"kv_group_size", "kv_residual"} & set(given):
-            raise KVCompressError(f"{min(of_groups)}= is not for kv_backend='turboquant', which packs each entry alone")
+            raise KVCompressError(
+                f"{min(of_groups)}= is not for kv_backend={engine.kv_backend!r}, which packs each entry alone"
+            )
 
 
 def _check_parts(policy: Policy, info: MethodInfo, scored_by: MethodInfo) -> None:

@@ -42,6 +42,8 @@ class Engine:
             tokens; only these are evicted, text is kept.
         protect: tokens of the prompt that stay, inside the budget: `prompt`, `system`, `question`, `text`, `first:N`,
             `last:N`, `tokens:A-B`, joined by `+` (policy/spans.py). None: none but those that the method itself keeps.
+        fair: spans of the first prompt (`first:N`, `last:N`, `tokens:A-B`, joined by `+`). Of what may be evicted, each
+            span and all other tokens together keep the same share when the prompt is compressed. None: no spans.
         first_token: `full`: the answer's first token comes from the prefill, which attends to everything (as in all
             comparable projects); `compressed`: the last prompt token is fed again on the compressed cache.
         prefill_chunk: the most prompt tokens that pass through the language model at once. After each chunk, everything
@@ -54,7 +56,8 @@ class Engine:
             buffers of fixed shape, with room for `max_new_tokens`, so that decoding can run as one compiled graph;
             `offloaded`, `offloaded_static`: the same in CPU memory, fetched one layer ahead (not compiled);
             `quantized`: entries are stored once, in `kv_bits`; `think`: keys lose channels (docs/low-bits.md).
-        kv_bits, kv_backend: for `quantized`, bits per number, and `quanto`, `hqq` or `turboquant`.
+        kv_bits, kv_backend: for `quantized`, bits per number, and `quanto`, `hqq`, `turboquant` or `fp8`,
+            which has 8 bits, also by default.
         kv_group_size, kv_residual: for `quanto` and `hqq`, the numbers that share a scale, and the decoded tokens that
             wait in full precision.
         key_channels, key_recent: for `think`, the part of each KV head's channels that keys keep, and the number of
@@ -73,6 +76,7 @@ class Engine:
     context_tokens: int | None = None
     ratio_of: Literal["prompt", "vision"] = "prompt"
     protect: str | None = None
+    fair: str | None = None
     first_token: Literal["full", "compressed"] = "full"
     prefill_chunk: PositiveInt | None = None
     decode_budget: PositiveInt | None = None
@@ -82,7 +86,7 @@ class Engine:
         "dynamic"
     )
     kv_bits: PositiveInt = 4
-    kv_backend: Literal["quanto", "hqq", "turboquant"] = "quanto"
+    kv_backend: Literal["quanto", "hqq", "turboquant", "fp8"] = "quanto"
     kv_group_size: PositiveInt = 64
     kv_residual: PositiveInt = 128
     key_channels: Fraction = 0.6

@@ -40,6 +40,11 @@ class Policy:
         return None if self.engine.protect is None else Spans.parse(self.engine.protect)
 
     @property
+    def fair(self) -> Spans | None:
+        """The prompt's groups of tokens that keep equal shares, besides that of all other tokens."""
+        return None if self.engine.fair is None else Spans.parse_apart(self.engine.fair)
+
+    @property
     def head_budget(self) -> str:
         return self.chosen("head_budget")
 

@@ -25,6 +25,7 @@ class Settings:
         query_window: how many of the last queries it scores with, see `KVCluster.query_window`.
         moves_keys: whether keys are re-rotated to their position in the cache, as if there were no gaps between them.
         evicts_later: whether decoding evicts.
+        groups: into how many groups `fair=` divides a prompt's tokens.
     """
 
     cluster: object = None
@@ -36,6 +37,7 @@ class Settings:
     merge_modality: str = "any"
     moves_keys: bool = False
     evicts_later: bool = False
+    groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class LayerView:
             evicted, or those of `protect=`. Among stored entries it is (batch, kv_heads, columns);
             `protected_by_head` covers both.
         protected_lengths: number of protected columns of each row; empty if nothing is protected.
+        groups: LongTensor (batch, columns), the group of each column that `fair=` names; None without it, and among
+            stored entries.
         row_seeds: one integer per row, a checksum of its tokens, for randomness that depends on the row, not the batch.
         module: the model's attention module, for scores that need its weights (`o_proj`).
         rotary: the rotation of the prompt's columns (while decoding: of the latest), for a cluster that asks for it.
@@ -104,6 +108,7 @@ class LayerView:
     frame_tokens: tuple[int, ...] = ()
     protected: torch.Tensor | None = None
     protected_lengths: tuple[int, ...] = ()
+    groups: torch.Tensor | None = None
     row_seeds: tuple[int, ...] = ()
     module: torch.nn.Module | None = None
     rotary: Rotary | None = None
@@ -153,7 +158,7 @@ class LayerView:
             stored = replace(stored, columns=cut(stored.columns), tokens=tuple(chosen(stored.tokens)))
         if rotary is not None:
             rotary = rotary.rows(rows) if self.is_decoding else rotary.rows(rows).from_column(first)
-        of_columns = ("vision", "vision_rank", "protected", "sums", "received")
+        of_columns = ("vision", "vision_rank", "protected", "groups", "sums", "received")
         of_row = {name: getattr(self, name) for name in ("merge_threshold", "noted")}
         tuples = ("frame_tokens", "protected_lengths", "row_seeds", "mean_budgets")
         return replace(

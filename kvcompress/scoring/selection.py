@@ -53,7 +53,40 @@ def ranks(scores: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Te
     """Return the rank of each column in its KV head, 0 for the highest score; ties are as in `top_indices`."""
     if padding is not None:
         scores = _without_pads(scores, padding)
-    return _places(scores.argsort(dim=-1, stable=True).flip(-1))
+    return _places(_best_first(scores))
+
+
+def fair_scores(
+    scores: torch.Tensor, groups: torch.Tensor, count: int, budgets: list[int], padding: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return scores by which each group of columns keeps the same share of what may be evicted (`fair=`,
+    https://arxiv.org/abs/2510.00231, section 5.2): 1 for its best, 0 for its others.
+
+    Columns that must stay keep their scores. What they leave of the budget is divided in proportion to the groups'
+    other columns; entries that are left over go to the largest remainders, of equal ones to the first.
+
+    Args:
+        scores: (batch, kv_heads, keys), as `KVCluster.final_scores` returns them.
+        groups: LongTensor (batch, keys), the group of each column, less than `count`.
+        budgets, padding: as in `top_indices`.
+    """
+    pads = torch.zeros_like(scores, dtype=torch.bool) if padding is None else pad_columns(padding, scores.shape[-1])
+    scores = scores.masked_fill(pads, -torch.inf)
+    stays = scores >= torch.finfo(scores.dtype).max / 2
+    evictable = ~(stays | pads)
+    order = _best_first(scores)
+    group = groups[:, None].expand_as(order).gather(2, order)
+    is_of = group[..., None] == torch.arange(count, device=scores.device)  # (batch, kv_heads, columns, groups)
+    place = (is_of & evictable.gather(2, order)[..., None]).cumsum(2)  # from 1 on, in the group
+    sizes = place[:, :, -1]
+    total = sizes.sum(-1, keepdim=True)
+    room = (on_device(budgets, scores.device)[:, None] - stays.sum(-1)).clamp(min=0)[..., None].minimum(total)
+    shares, rest = room * sizes // total.clamp(min=1), room * sizes % total.clamp(min=1)
+    by_remainder = _places(rest.argsort(dim=-1, descending=True, stable=True))
+    shares = shares + (by_remainder < room - shares.sum(-1, keepdim=True))
+    chosen = place.gather(3, group[..., None])[..., 0] <= shares.gather(2, group)
+    fair = torch.zeros_like(scores).scatter_(2, order, chosen.to(scores.dtype))
+    return torch.where(stays, scores, fair)
 
 
 def adaptive_indices(
@@ -131,6 +164,11 @@ def _without_pads(scores: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
 def _real(scores: torch.Tensor) -> torch.Tensor:
     """Return how many entries of each head may be kept: LongTensor (batch, kv_heads)."""
     return (scores > float("-inf")).sum(-1)
+
+
+def _best_first(scores: torch.Tensor) -> torch.Tensor:
+    """Return the columns by their scores, ties as in `top_indices`."""
+    return scores.argsort(dim=-1, stable=True).flip(-1)
 
 
 def _places(order: torch.Tensor) -> torch.Tensor:

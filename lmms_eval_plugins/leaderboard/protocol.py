@@ -15,11 +15,21 @@ DEFAULTS = {field.name: field.default for field in fields(Engine)}
 # The engine's options that belong to the protocol, whatever the method. Those in ALWAYS_SAID are always listed, the
 # others if they differ from their default.
 FOR_ALL = ("first_token", "prefill_chunk", "cache_implementation")  # these apply to the full cache too
-FOR_COMPRESSED = ("scope", "ratio_of", "context_tokens", "protect", "positions", "decode_budget", "decode_ratio")
+FOR_COMPRESSED = (
+    "scope",
+    "ratio_of",
+    "context_tokens",
+    "protect",
+    "fair",
+    "positions",
+    "decode_budget",
+    "decode_ratio",
+)
 QUANTIZED = {  # backend -> its options
     "quanto": ("kv_backend", "kv_bits", "kv_group_size", "kv_residual"),
     "hqq": ("kv_backend", "kv_bits", "kv_group_size", "kv_residual"),
     "turboquant": ("kv_backend", "kv_bits"),
+    "fp8": ("kv_backend", "kv_bits"),
 }
 THINK = ("key_channels", "key_recent")
 ALWAYS_SAID = ("first_token", "scope", "ratio_of")

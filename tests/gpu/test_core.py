@@ -93,7 +93,7 @@ def test_offloaded_entries_arrive_whole_beside_long_work(cuda, method):
 
 
 KINDS = [{"cache_implementation": kind} for kind in ("dynamic", "static", "offloaded")]
-KINDS += [{"cache_implementation": "quantized", "kv_backend": backend} for backend in ("hqq", "turboquant")]
+KINDS += [{"cache_implementation": "quantized", "kv_backend": backend} for backend in ("hqq", "turboquant", "fp8")]
 
 
 @pytest.mark.parametrize("options", KINDS, ids=named)

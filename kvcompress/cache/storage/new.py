@@ -4,6 +4,7 @@ import torch
 
 from ...policy.options import Engine
 from .base import Storage
+from .fp8 import Fp8Storage
 from .offloaded import OffloadedStorage
 from .quantized import QuantizedStorage
 from .static import StaticStorage
@@ -34,6 +35,8 @@ def new_storage(
         storage = StaticStorage(keys, values, indices, pads, room)
     elif kind == "quantized" and engine.kv_backend == "turboquant":
         storage = TurboQuantStorage(keys, values, indices, pads, engine.kv_bits, room, total)
+    elif kind == "quantized" and engine.kv_backend == "fp8":
+        storage = Fp8Storage(keys, values, indices, pads, room, total)
     elif kind == "quantized":
         storage = QuantizedStorage(keys, values, indices, pads, engine.quantizer, engine.kv_residual)
     elif kind == "think":

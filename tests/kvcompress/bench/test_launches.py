@@ -18,6 +18,7 @@ from tests.support.docs import ROOT
 EVICTING = ":decode_budget=16:decode_interval=4"
 OFFLOADED = ":cache_implementation=offloaded"
 TURBOQUANT = ":cache_implementation=quantized:kv_backend=turboquant"
+FP8 = ":cache_implementation=quantized:kv_backend=fp8"
 QUANTO = ":cache_implementation=quantized:kv_backend=quanto"
 LAYERS = 4
 
@@ -53,6 +54,9 @@ BUDGETS = {
     # first of these caches creates two tables.
     f"snapkv{TURBOQUANT}": Budget(step=4, in_flight=None),
     f"adakv{TURBOQUANT}": Budget(step=3, in_flight=None),
+    # A token is scaled, clamped and rounded, and all entries are read back; those of uneven heads are also gathered.
+    f"snapkv{FP8}": Budget(step=14, in_flight=None),
+    f"adakv{FP8}": Budget(step=31, in_flight=None),
     f"streamingllm{EVICTING}": Budget(eviction=32),
     f"snapkv{EVICTING}": Budget(eviction=33),
     f"h2o{EVICTING}": Budget(eviction=37),

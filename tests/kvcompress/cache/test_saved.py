@@ -18,6 +18,7 @@ STORED = {
     "quanto": {"cache_implementation": "quantized"},
     "hqq": {"cache_implementation": "quantized", "kv_backend": "hqq"},
     "turboquant": {"cache_implementation": "quantized", "kv_backend": "turboquant"},
+    "fp8": {"cache_implementation": "quantized", "kv_backend": "fp8"},
 }
 
 

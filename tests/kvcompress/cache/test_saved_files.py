@@ -37,6 +37,7 @@ STORAGES = [
     {"cache_implementation": "quantized", "kv_residual": 4},
     {"cache_implementation": "quantized", "kv_backend": "hqq", "kv_bits": 8, "kv_group_size": 16, "kv_residual": 3},
     {"cache_implementation": "quantized", "kv_backend": "turboquant", "kv_bits": 3},
+    {"cache_implementation": "quantized", "kv_backend": "fp8"},
     {"cache_implementation": "think", "key_recent": 3},
     {"decode_budget": 9, "decode_interval": 2},
     {"decode_ratio": 0.3, "decode_interval": 1, "cache_implementation": "offloaded"},

@@ -1,0 +1,143 @@
+"""`fair=`: each span of a prompt keeps the same share of what may be evicted, inside the budget, in any batch."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvcompress
+from kvcompress.check.reference import generate
+from kvcompress.errors import KVCompressError
+from kvcompress.policy.make import make_policy
+from kvcompress.policy.spans import Spans
+from kvcompress.scoring.selection import fair_scores, top_indices
+from tests import fuzz
+from tests.kvcompress.cache.test_protect import chooses_by_scores
+from tests.support.examples import examples, some
+from tests.support.fair import checked_choices, fair_choice
+from tests.support.families import FAMILIES
+from tests.support.kept import kept_of
+from tests.support.strategies import METHODS, SOME_METHODS
+
+QWEN2 = FAMILIES["qwen2"]
+FAIR = "first:9+tokens:12-20+last:7"
+
+
+def config(method: str, **options: object) -> dict:
+    return {
+        "family": "qwen2-vl",
+        "heads": (4, 2),
+        "lengths": [47, 39],
+        "images": [1, 1],
+        "seed": 5,
+        "method": method,
+        "options": {"fair": FAIR, "ratio": 0.4, "head_budget": "uniform", "first_token": "full", **options},
+        "slots": 2,
+        "prefill_tokens": 25,
+    }
+
+
+@pytest.mark.parametrize("method", some(filter(chooses_by_scores, METHODS), SOME_METHODS))
+def test_each_choice_of_every_method_is_fair_in_any_batch_and_in_flight(method):
+    fuzz.check(config(method))  # which compares each choice with plain Python
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"head_budget": "shared"},
+        {"layer_budget": "pyramid"},
+        {"layer_budget": "attention-entropy"},
+        {"scope": "context", "context_tokens": 30},
+        {"ratio_of": "vision"},
+        {"protect": "first:4+last:2"},
+        {"decode_ratio": 0.3, "decode_interval": 2},
+        {"merge": "average"},
+        {"cache_implementation": "quantized", "kv_backend": "fp8"},
+    ],
+    ids=str,
+)
+def test_choices_are_fair_whatever_else_is_asked(options):
+    fuzz.check(config("snapkv", window_size=4, **options))
+
+
+def test_spans_that_a_method_would_forget_keep_their_share():
+    """StreamingLLM keeps nothing but the end. Its last token stays whatever the shares."""
+    model = QWEN2.build()
+    inputs = QWEN2.inputs(model, [60])
+    shares = (*range(13, 20), *range(34, 40), *range(53, 60))
+    for fair, expected in ((None, tuple(range(40, 60))), ("tokens:0-20+tokens:20-40", shares)):
+        with kvcompress.compress(model, "streamingllm", 1 / 3, sinks=0, fair=fair) as session:
+            generate(model, inputs, 1)
+        kept = [head for layer in kept_of(session.cache) for head in layer[0]]
+        assert {tuple(head.tolist()) for head in kept} == {expected}
+
+
+@examples(60)
+@given(data=st.data())
+def test_shares_are_those_of_plain_python(data):
+    """Ties, entries that must stay, groups that are empty, budgets without room and pads among them."""
+    lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=3))
+    columns, count = max(lengths), data.draw(st.integers(1, 5))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
+    scores = torch.randint(-3, 6, (len(lengths), 2, columns), generator=generator).float()
+    scores = scores.masked_fill(scores == 5, torch.inf)
+    groups = torch.randint(0, count, (len(lengths), columns), generator=generator)
+    budgets = [data.draw(st.integers(1, length)) for length in lengths]
+    pads = columns - torch.tensor(lengths)[:, None]
+    padding = None if min(lengths) == columns else pads
+    kept = top_indices(fair_scores(scores, groups, count, budgets, padding), budgets, padding)
+    for row, first in enumerate(pads[:, 0].tolist()):
+        for head in range(2):
+            of_row = scores[row, head, first:].tolist(), groups[row, first:].tolist()
+            found = [column - first for column in kept[row, head].tolist() if column >= 0]
+            assert found == fair_choice(*of_row, count, budgets[row])
+
+
+def test_pads_do_not_move_the_spans():
+    spans = Spans.parse_apart("first:2+tokens:4-6+last:3")
+    assert spans.groups([9, 10], 10).tolist() == [[0, 1, 1, 0, 0, 2, 2, 3, 3, 3], [1, 1, 0, 0, 2, 2, 0, 3, 3, 3]]
+
+
+def test_a_later_prompt_and_a_decode_step_have_no_spans():
+    model = QWEN2.build()
+    first, second = (QWEN2.inputs(model, [30], seed=seed)["input_ids"] for seed in (1, 2))
+    options = {"decode_budget": 14, "decode_interval": 1, "sinks": 0}
+    with checked_choices() as made, kvcompress.compress(model, "streamingllm", 0.4, fair="first:10", **options):
+        cache = model(first, use_cache=True).past_key_values
+        model(second[:, :1], past_key_values=cache)
+        assert made == [12] * 3
+        model(second, past_key_values=cache)
+    assert made == [12] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fair": "tokens:0-9+tokens:8-12"}, r"fair='tokens:0-9\+tokens:8-12' names tokens twice"),
+        ({"fair": "first:3+tokens:2-5"}, "names tokens twice"),
+        ({"fair": "last:3+last:2"}, "names tokens twice"),
+        ({"fair": "system"}, "fair='system' names no tokens: allowed are first:N, last:N or tokens:A-B, joined by +"),
+        ({"fair": ""}, "fair='' names no tokens"),
+        ({"fair": "first:3", "head_budget": "adaptive"}, "head_budget='adaptive' does not go with fair="),
+        ({"fair": "first:3", "prefill_chunk": 9}, "prefill_chunk=9 does not go with fair="),
+        ({"fair": "first:3", "method": "criticalkv"}, "method 'criticalkv' does not go with fair="),
+        ({"fair": "first:3", "method": "full", "ratio": None}, "method 'full' has no option 'fair'"),
+    ],
+)
+def test_what_does_not_go_together_is_an_error(options, said):
+    with pytest.raises(KVCompressError, match=said):
+        make_policy(**{"method": "snapkv", "ratio": 0.5, **options})
+
+
+@pytest.mark.parametrize(
+    ("fair", "said"),
+    [
+        ("tokens:10-21", "fair='tokens:10-21' is not in the prompt of row 0, which has 20 tokens"),
+        ("tokens:5-16+last:5", "fair=: last shares tokens with another span in row 0, whose prompt has 20 tokens"),
+    ],
+)
+def test_spans_that_do_not_fit_a_prompt_are_refused(fair, said):
+    model = QWEN2.build()
+    with pytest.raises(KVCompressError, match=said), kvcompress.compress(model, "snapkv", 0.5, fair=fair):
+        model.generate(**QWEN2.inputs(model, [20]), max_new_tokens=2)

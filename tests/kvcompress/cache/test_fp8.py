@@ -1,0 +1,193 @@
+"""kv_backend=fp8: 8-bit floats as transformers' layer stores them, after any eviction."""
+
+import pytest
+import torch
+from transformers import cache_utils
+
+import kvcompress
+from kvcompress.cache.storage.fp8 import Fp8Storage
+from kvcompress.cache.storage.ragged import RaggedStorage
+from kvcompress.check.reference import generate
+from kvcompress.kernels.fp8 import FORMAT, pack, scale_of, unpack
+from kvcompress.policy.make import make_policy
+from tests.support.calibrations import calibration_of
+from tests.support.examples import paired, some
+from tests.support.families import FAMILIES
+from tests.support.kept import kept_of
+from tests.support.strategies import METHODS, SOME_METHODS
+
+FP8 = {"cache_implementation": "quantized", "kv_backend": "fp8"}
+QWEN2 = FAMILIES["qwen2"]
+MODEL = QWEN2.build()
+of_transformers = pytest.mark.skipif(
+    not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="this transformers has no FP8 layer"
+)
+
+
+def states(entries: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(2, 3, entries, dim, generator=generator).to(dtype) for dim in (24, 16))
+
+
+def same_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return torch.equal(ours, theirs.view(torch.uint8))
+
+
+# -- the numbers
+
+
+@of_transformers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("later", [0.0, 0.5, 3.0], ids=["zeros", "smaller", "beyond the scale"])
+def test_a_prompt_and_appended_tokens_are_stored_and_read_as_by_transformers_layer(dtype, later):
+    layer, prompt = cache_utils.Fp8QuantizedLayer(), states(20, dtype)
+    layer.update(*prompt)
+    storage = Fp8Storage(*prompt, None, None, 3, None)
+    for seed in range(1, 6):  # beyond the room for three
+        new = [part * later for part in states(1, dtype, seed)]
+        expected = layer.update(*new)
+        storage.append(*new)
+        for ours, theirs in zip(storage.read(), expected, strict=True):
+            assert ours.dtype == dtype
+            assert torch.equal(ours, theirs)
+    for ours, theirs in zip(storage.inner.read(), (layer._quantized_keys, layer._quantized_values), strict=True):
+        assert same_bytes(ours, theirs[0])
+    assert [scale.item() for scale in storage.scales] == [layer._quantized_keys[1], layer._quantized_values[1]]
+
+
+def test_every_number_is_as_near_as_three_bits_of_fraction_allow_and_the_largest_is_exact():
+    numbers = torch.linspace(-5, 7, 4001)
+    scale = scale_of(numbers)
+    again = unpack(pack(numbers, scale), scale, torch.float32)
+    least = scale * torch.finfo(FORMAT).tiny
+    assert ((again - numbers).abs() <= (numbers.abs() / 16).maximum(least / 16) * 1.0001).all()
+    assert again[-1] == 7
+
+
+def test_numbers_beyond_the_scale_become_the_largest_one_and_zeros_stay_zeros():
+    scale = scale_of(torch.tensor([2.0, -1.0]))
+    beyond = torch.tensor([2.05, 2.2, 90.0, -1e30])
+    assert unpack(pack(beyond, scale), scale, torch.float32).tolist() == [2.0, 2.0, 2.0, -2.0]
+    zeros = torch.zeros(4)
+    assert torch.equal(unpack(pack(zeros, scale_of(zeros)), scale_of(zeros), torch.float32), zeros)
+
+
+def test_what_lies_in_unused_slots_does_not_widen_the_scale():
+    keys, values = states(10, torch.float32)
+    indices = torch.arange(10).expand(2, 3, -1).clone()
+    indices[0, 1, :4] = -1
+    expected = [scale_of(part.masked_fill(indices[..., None] < 0, 0)) for part in (keys, values)]
+    keys[0, 1, :4], values[0, 1, :4] = 1e4, 1e4
+    assert list(Fp8Storage(keys, values, indices, None, 3, 56).scales) == expected
+
+
+# -- in the cache
+
+
+@of_transformers
+@pytest.mark.parametrize("lengths", [[40], [40, 25]])
+def test_without_eviction_all_logits_are_those_of_transformers_cache(lengths):
+    inputs = QWEN2.inputs(MODEL, lengths)
+    theirs = cache_utils.QuantizedCache(backend="fp8", config=MODEL.config)
+    tokens, expected = generate(MODEL, inputs, 8, past_key_values=theirs)
+    with kvcompress.compress(MODEL, **FP8):
+        _, logits = generate(MODEL, inputs, 8, forced=tokens)
+    assert torch.equal(logits, expected)
+
+
+@of_transformers
+@pytest.mark.parametrize("method", some([*METHODS, "full"], [*SOME_METHODS, "adakv", "full"]))
+def test_what_an_eviction_keeps_is_stored_as_by_transformers_layer(method):
+    """Of the same prompt in full precision, each row's and head's entries, whether heads are even or not."""
+    inputs, options = QWEN2.inputs(MODEL, [45, 29]), calibration_of(method, MODEL)
+    ratio = None if method == "full" else 0.4
+    with kvcompress.compress(MODEL, method, ratio, **options) as whole:
+        generate(MODEL, inputs, 1)
+    with kvcompress.compress(MODEL, method, ratio, **options, **FP8) as session:
+        generate(MODEL, inputs, 1)
+    for exact, packed in zip(whole.cache.layers, session.cache.layers, strict=True):
+        unused = exact.storage.visible()
+        unused = None if unused is None or method == "full" else ~unused[..., None]  # of `full` pads are stored too
+        for part in (0, 1):
+            kept = exact.storage.read()[part]
+            kept = kept if unused is None else kept.masked_fill(unused, 0)
+            theirs = cache_utils.Fp8QuantizedLayer()
+            theirs.lazy_initialization(kept, kept)
+            ours = packed.storage.inner.read()[part]
+            ours = ours if unused is None else ours.masked_fill(unused, 0)
+            assert same_bytes(ours, theirs._quantized_keys[0])
+
+
+@pytest.mark.parametrize(("method", "family"), some(paired([*METHODS, "full"], list(FAMILIES)), SOME_METHODS))
+def test_answers_are_close_to_those_of_full_precision_from_the_same_entries(method, family):
+    model = FAMILIES[family].build()
+    inputs = FAMILIES[family].inputs(model, [45, 29], [1, 0] if FAMILIES[family].is_vlm else None)
+    ratio, options = None if method == "full" else 0.4, calibration_of(method, model)
+    with kvcompress.compress(model, method, ratio, **options) as session:
+        tokens, expected = generate(model, inputs, 8)
+    kept = kept_of(session.cache)
+    with kvcompress.compress(model, method, ratio, **options, **FP8) as session:
+        _, logits = generate(model, inputs, 8, forced=tokens)
+    assert 0 < (logits - expected).abs().mean() < 0.1
+    for ours, theirs in zip(kept_of(session.cache), kept, strict=True):
+        assert [[head.tolist() for head in row] for row in ours] == [[head.tolist() for head in row] for row in theirs]
+
+
+@pytest.mark.parametrize("method", ["snapkv", "adakv"])
+def test_a_number_takes_a_byte_and_a_layer_two_scales(method):
+    with kvcompress.compress(MODEL, method, 0.5, max_new_tokens=0, window_size=4, **FP8) as session:
+        generate(MODEL, QWEN2.inputs(MODEL, [200, 90]), 1)
+    held = sum(len(head) for layer in kept_of(session.cache) for row in layer for head in row)
+    index = sum(tensor.nbytes for layer in session.cache.layers for tensor in layer.storage.inner.tensors()[2:])
+    scales = 3 * 2 * 4
+    assert session.cache.nbytes - session.cache.room_nbytes == held * 2 * 16 + index + scales
+    assert isinstance(session.cache.layers[0].storage.inner, RaggedStorage)
+
+
+def test_scales_and_bytes_stay_when_more_comes():
+    """Also a second prompt, and a prompt's last token that is fed again."""
+    cache = kvcompress.CompressedCache(MODEL.config, "snapkv", 0.5, first_token="compressed", **FP8)
+    with kvcompress.attach(MODEL), torch.no_grad():
+        generate(MODEL, {"input_ids": torch.arange(10, 80)[None]}, 5, past_key_values=cache)
+        storage = cache.layers[0].storage
+        before, scales = storage.inner.kept(cache.get_seq_length()), storage.scales
+        generate(MODEL, {"input_ids": torch.arange(20, 60)[None]}, 5, past_key_values=cache)
+    after = storage.inner.kept(cache.get_seq_length())
+    shared = before.indices.shape[2]
+    assert torch.equal(after.indices[..., :shared], before.indices)
+    assert torch.equal(after.keys[:, :, :shared], before.keys)
+    assert torch.equal(after.values[:, :, :shared], before.values)
+    assert storage.scales is scales
+
+
+def test_rows_and_forks_take_their_entries_along():
+    cache = kvcompress.CompressedCache(MODEL.config, "adakv", 0.5, **FP8)
+    with kvcompress.attach(MODEL), torch.no_grad():
+        MODEL(**QWEN2.inputs(MODEL, [40, 40]), past_key_values=cache)
+    storage = cache.layers[0].storage
+    keys, values = storage.read()
+    twin = storage.fork()
+    twin.append(keys[:, :, :1], values[:, :, :1])
+    assert torch.equal(storage.read()[0], keys)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    used = storage.visible()
+    assert torch.equal(storage.read()[0][used], keys.flip(0)[used])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_bits": 4}, "kv_bits=4 is not offered by kv_backend='fp8': 8"),
+        ({"kv_group_size": 32}, "kv_group_size= is not for kv_backend='fp8'"),
+        ({"kv_residual": 32}, "kv_residual= is not for kv_backend='fp8'"),
+        ({"cache_implementation": "dynamic"}, "kv_backend= needs cache_implementation='quantized'"),
+        ({"decode_budget": 9}, "does not go with decode_budget="),
+    ],
+)
+def test_what_does_not_go_together_is_an_error(options, message):
+    with pytest.raises(kvcompress.KVCompressError, match=message):
+        kvcompress.compress(MODEL, "snapkv", 0.5, **{**FP8, **options})
+
+
+def test_the_bits_in_force_are_eight():
+    assert make_policy("snapkv", 0.5, **FP8).options["kv_bits"] == 8
