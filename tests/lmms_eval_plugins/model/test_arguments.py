@@ -85,7 +85,7 @@ def test_a_misspelt_option_of_the_method_is_an_error_with_the_nearest_name():
 
 def test_an_option_of_another_method_is_an_error_that_names_its_owner():
     message = error(method="snapkv", ratio=0.2, contextual=0.5)
-    assert "'contextual' is an option of visionzip, not of snapkv; valid: window_size" in message
+    assert "'contextual' is an option of fastvid, visionzip, not of snapkv; valid: window_size" in message
 
 
 @pytest.mark.parametrize(
