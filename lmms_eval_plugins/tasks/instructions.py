@@ -46,12 +46,14 @@ class Instruction:
     Attributes:
         follows: whether an answer follows it, given the value; the answer has no blanks around it and is not empty.
         excludes: names of instructions that cannot be followed together with it.
+        is_ban: whether it only rules something out, which a broken answer follows too.
     """
 
     text: str
     follows: Callable[[str, str], bool]
     values: tuple[str, ...] = ("",)
     excludes: tuple[str, ...] = ()
+    is_ban: bool = False
 
 
 def _words(answer: str) -> list[str]:
@@ -94,7 +96,10 @@ INSTRUCTIONS = {
         'Use the word "{}" in the answer.', lambda answer, word: word.lower() in _words(answer), KEYWORDS
     ),
     "forbidden": Instruction(
-        'Do not use the word "{}" in the answer.', lambda answer, word: word.lower() not in _words(answer), COMMON
+        'Do not use the word "{}" in the answer.',
+        lambda answer, word: word.lower() not in _words(answer),
+        COMMON,
+        is_ban=True,
     ),
     "sentences": Instruction(
         "Write exactly {} sentences.", lambda answer, count: _sentences(answer) == int(count), ("2", "3", "4")
@@ -106,9 +111,12 @@ INSTRUCTIONS = {
         excludes=("begin", "sentences"),
     ),
     "few_words": Instruction(
-        "Use fewer than {} words.", lambda answer, count: len(answer.split()) < int(count), ("40", "60", "80")
+        "Use fewer than {} words.",
+        lambda answer, count: len(answer.split()) < int(count),
+        ("40", "60", "80"),
+        is_ban=True,
     ),
-    "no_commas": Instruction("Do not use any commas.", lambda answer, _: "," not in answer),
+    "no_commas": Instruction("Do not use any commas.", lambda answer, _: "," not in answer, is_ban=True),
     "title": Instruction(
         "Give the answer a title in double angular brackets, such as <<the title>>.",
         lambda answer, _: re.search(r"<<[^<>\n]+>>", answer) is not None,
@@ -165,9 +173,12 @@ def doc_to_visual(doc: dict[str, Any]) -> list:
 
 
 def process_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Score an answer: the share of the instructions that it follows, and whether it follows all."""
+    """Score an answer: the share of the instructions that it follows, and whether it follows all; and, if the prompt
+    has others than bans, the share of those."""
     each = followed(doc, results[0])
-    return {"instructions_followed": sum(each) / len(each), "all_followed": float(all(each))}
+    demands = [right for name, right in zip(doc["instructions"], each, strict=True) if not INSTRUCTIONS[name].is_ban]
+    scores = {"instructions_followed": sum(each) / len(each), "all_followed": float(all(each))}
+    return scores | ({"demands_followed": sum(demands) / len(demands)} if demands else {})
 
 
 def main() -> None:

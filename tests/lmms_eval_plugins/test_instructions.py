@@ -70,9 +70,23 @@ def test_prompts_have_two_to_five_different_instructions_that_fit_together():
 
 def test_the_scores_are_the_share_that_is_followed_and_whether_all_are():
     doc = {"instructions": ["capitals", "end", "no_commas", "few_words"], "values": ["", "today", "", "40"]}
-    assert instructions.process_results(doc, ["WE GO TODAY."]) == {"instructions_followed": 1, "all_followed": 1}
-    assert instructions.process_results(doc, ["Oh, we go."]) == {"instructions_followed": 0.25, "all_followed": 0}
-    assert instructions.process_results(doc, [""]) == {"instructions_followed": 0, "all_followed": 0}
+
+    def scores(answer):
+        found = instructions.process_results(doc, [answer])
+        return [found[name] for name in ("instructions_followed", "demands_followed", "all_followed")]
+
+    assert scores("WE GO TODAY.") == [1, 1, 1]
+    assert scores("WE GO.") == [0.75, 0.5, 0]
+    assert scores("Oh, we go.") == [0.25, 0, 0]
+    assert scores("") == [0, 0, 0]
+
+
+def test_what_a_meaningless_answer_follows_is_a_ban():
+    """And a prompt of bans alone has no demands to score."""
+    bans = [name for name, one in INSTRUCTIONS.items() if one.is_ban]
+    assert bans == [name for name, value, *_ in CASES if INSTRUCTIONS[name].follows("Hm", value)]
+    doc = {"instructions": bans, "values": ["the", "40", ""]}
+    assert instructions.process_results(doc, ["Hm"]) == {"instructions_followed": 1, "all_followed": 1}
 
 
 def test_the_bundled_file_is_what_is_drawn():
