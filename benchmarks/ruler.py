@@ -23,7 +23,7 @@ from kvcompress.flag_types import label, whole
 from lmms_eval_plugins import evaluate
 
 from .driver import new_parser, start
-from .pretrained import load_smollm2
+from .pretrained import export
 
 WORK = Path("results/ruler")
 NEW_TOKENS = 12  # a needle's number has seven digits, one token each
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--compared", type=whole(1), default=5, metavar="N", help="prompts that kvpress is given (5)")
     asked = parser.parse_args(argv)
     work = WORK / f"{asked.task}-{asked.length}"
-    model = export(WORK / "SmolLM2-135M-Instruct")
+    model = export("smollm2", WORK / "SmolLM2-135M-Instruct")
     words = [asked.task, str(model), asked.methods, asked.ratios, "prompt_cache_gb=4"]
     flags = ["--limit", str(asked.limit), "--metadata", json.dumps({"max_seq_lengths": [asked.length]})]
     flags += ["--gen_kwargs", f"max_new_tokens={NEW_TOKENS}", "--output_path", str(work)]
@@ -53,19 +53,6 @@ def main(argv: list[str]) -> int:
         least = min(map(float, asked.ratios.split(",")))
         print(beside_kvpress(asked.kvpress_python, model, prompts_of(work)[: asked.compared], least))
     return code
-
-
-def export(folder: Path) -> Path:
-    """Write SmolLM2 as a checkpoint in transformers' own format, unless it exists."""
-    if not (folder / "model.safetensors").is_file():
-        model, tokenizer = load_smollm2()
-        plain = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
-        plain.load_state_dict(model.state_dict())
-        if hasattr(plain.config, "quantization_config"):  # from the GGUF file
-            del plain.config.quantization_config
-        tokenizer.save_pretrained(folder)
-        plain.save_pretrained(folder)
-    return folder
 
 
 def needles(tokenizer: PreTrainedTokenizerBase, count: int, length: int = 2048) -> list[tuple[str, str]]:

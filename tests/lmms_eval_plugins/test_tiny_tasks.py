@@ -75,7 +75,8 @@ def test_the_bundled_folder_serves_lmms_evals_include_path():
     manager = lmms_eval_tasks.TaskManager(include_defaults=False, include_path=str(BUNDLED_TASKS))
     regimes = ["tiny_multi_image", "tiny_needle", "tiny_read_all"]
     many = ["tiny_many_18", "tiny_many_2", "tiny_many_6"]
-    assert manager.all_tasks == sorted([*many, *regimes, "tiny_textvqa", "tiny_textvqa_color", "tiny_video"])
+    real = ["several_instructions", "sign_presence"]
+    assert manager.all_tasks == sorted([*real, *many, *regimes, "tiny_textvqa", "tiny_textvqa_color", "tiny_video"])
     assert lmms_eval_tasks.get_task_dict(["tiny_textvqa_color"], manager, "chat")
 
 
