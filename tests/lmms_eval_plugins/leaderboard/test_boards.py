@@ -79,7 +79,7 @@ def test_a_method_its_options_and_the_machine_are_no_protocol(same):
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_the_full_cache_stands_where_it_was_asked_and_stored_in_the_same_way(name):
     cell, full = DIFFERENT[name], protocol_of(cell_of("full"))
-    only_compressed = {"as it comes", "scope", "context_tokens", "ratio_of", "positions", "decode_budget", "fair"}
+    only_compressed = {"as it comes", "fair", "scope", "context_tokens", "ratio_of", "positions", "decode_budget"}
     assert holds_full(protocol_of(cell), full) == (name in only_compressed)
     own = {**cell["protocol"], "method": "full"}
     assert holds_full(protocol_of(cell), protocol_of({"protocol": own}))
