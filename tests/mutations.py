@@ -595,7 +595,7 @@ MUTATIONS = {
         (CORE + "tokens/test_tokens.py::test_evs_keeps_the_first_frame_and_what_has_changed_since_the_frame_before",),
     ),
     "tower-sees-videos-unpooled": Mutation(
-        "hooks/vision_tower.py",
+        "hooks/tower_attention.py",
         "tokens = self.model.apply_pooling(numbers).reshape(videos, -1, numbers.shape[-1])",
         "tokens = numbers[:, ::4].reshape(videos, -1, numbers.shape[-1])",
         "of a video the tower's attention is that of every fourth patch, where a token is the mean of four",

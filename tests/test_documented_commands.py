@@ -74,10 +74,12 @@ NOT_RUN = {
     "a Ray cluster, which test_ray_cluster.py starts": r"--ray ",
     "an environment with kvpress": r"--kvpress-python",
     "a model of text only, and a book": r"kvcompress calibrate MODEL .*--text",
+    "a model of text only, which test_instructions.py asks": r"run_eval\.sh several_instructions",
     "it installs": r": (\.venv/bin/)?pip |: python3 -m venv|test_pythons\.sh|test_versions\.sh|lock\.sh",
     "it is the tests": r"run_tests\.sh|pytest tests|tests\.(contents|mutate|lines_run)",
     "it writes into this repository": (
-        r"tests\.(methods_page|family_table)|tiny_vlm\.dataset$|regimes\.dataset|--write-reference|benchmarks\.fidelity"
+        r"tests\.(methods_page|family_table)|tiny_vlm\.(dataset|presence)$|regimes\.dataset|--write-reference|"
+        r"tasks\.instructions$|benchmarks\.fidelity"
     ),
     "a repository of others": r"git clone|oracle\.authors",
     "test_wheel.py builds": r": python -m build",
