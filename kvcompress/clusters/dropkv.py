@@ -35,10 +35,8 @@ class DropKVCluster(WindowKVCluster):
         values = values.float()[:, :, None]
         outputs = weights @ values
         factors = (weights / (1 - weights + EPSILON)).square()
-        # The sum of factor * ||v - o||^2 over queries, multiplied out.
-        scores = (
-            factors.sum(3) * values.square().sum(-1)
-            - 2 * (factors.mT @ outputs * values).sum(-1)
-            + (factors.mT @ outputs.square().sum(-1, keepdim=True)).squeeze(-1)
-        )
+        scores = torch.zeros_like(factors[..., 0, :])
+        for query in range(factors.shape[3]):  # multiplied out, large terms would cancel
+            change = values - outputs[..., query, None, :]
+            scores += factors[..., query, :] * change.square().sum(-1)
         return view.protect_recent(pool_scores(scores.mean(2), self.kernel_size, self.pooling), self.window_size)
