@@ -223,8 +223,8 @@ def draw(regimes: dict[str, Regime], figure: Path) -> None:
         axis.tick_params(labelsize=7)
     np.atleast_1d(axes)[0].set_yticks(range(len(best)), best)
     drawn.supxlabel(
-        "points above random eviction with the same protection\n(95 % intervals; blue: better, red: worse, after Holm's "
-        "correction; green: hindsight)",
+        "points above random eviction with the same protection\n(95 % intervals; blue: better, red: worse, after "
+        "Holm's correction; green: hindsight)",
         fontsize=8,
     )
     figure.parent.mkdir(parents=True, exist_ok=True)
