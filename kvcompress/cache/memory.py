@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ..device import Arriving
 from ..policy.policy import Policy
 from ..scoring.layer_view import Kept
 from ..scoring.rotary import Rotary
@@ -43,11 +44,12 @@ class SequenceLog:
     vision: torch.Tensor | None = None
     has_vision: bool = False
     protected: Protected | None = None
-    prompt_entries: list[int] | None = None
+    prompt_entries: list[int] | Arriving | None = None
 
     def add(self, tokens: NewTokens, kept: torch.Tensor) -> None:
         """Record a prompt of which `kept` entries (batch,) were stored, as a mean over KV heads."""
-        self.kept, self.prompt_entries = kept if self.kept is None else self.kept + kept, None
+        self.kept = kept if self.kept is None else self.kept + kept
+        self.prompt_entries = None if self.protected is None else Arriving(self.kept.ceil().int())
         before = self.lengths or [0] * len(tokens.lengths)
         self.lengths = [a + b for a, b in zip(before, tokens.lengths, strict=True)]
         self.columns += tokens.columns
@@ -72,9 +74,11 @@ class SequenceLog:
         self.protected, self.prompt_entries = self.protected and self.protected.rows(rows), None
 
     def held_of_prompt(self) -> list[int]:
-        """Return `prompt_entries`. Waits for the device, once per prompt."""
+        """Return `prompt_entries`."""
         if self.prompt_entries is None:
-            self.prompt_entries = self.kept.ceil().int().tolist()
+            self.prompt_entries = Arriving(self.kept.ceil().int())
+        if isinstance(self.prompt_entries, Arriving):
+            self.prompt_entries = self.prompt_entries.tolist()
         return self.prompt_entries
 
 
@@ -284,7 +288,8 @@ class Memory:
 
     def state(self) -> dict[str, object]:
         """Return the contents for saving to a file: everything but the cache's options."""
-        return {name: value for name, value in vars(self).items() if name not in ("_policy", "_room")}
+        state = {name: value for name, value in vars(self).items() if name not in ("_policy", "_room")}
+        return {**state, "log": replace(self.log, prompt_entries=None)}
 
     @classmethod
     def of_state(cls, policy: Policy, room: int | None, state: dict[str, object]) -> "Memory":

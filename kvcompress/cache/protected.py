@@ -49,10 +49,9 @@ class Protected:
 
     def among(self, columns: torch.Tensor) -> torch.Tensor:
         """Return which entries are protected: bool like `columns` (batch, kv_heads, entries), as in `Kept.indices`."""
-        mask = self.mask.to(columns.device)
-        known = (columns >= 0) & (columns < mask.shape[1])
-        at = columns.clamp(0, mask.shape[1] - 1).long()
-        return known & mask[:, None].expand(-1, columns.shape[1], -1).gather(2, at)
+        mask = F.pad(self.mask.to(columns.device), (0, 1))  # later columns, and -1, become one behind the last
+        at = columns.clamp(max=self.mask.shape[1]).remainder(mask.shape[1]).long()
+        return mask[:, None].expand(-1, columns.shape[1], -1).gather(2, at)
 
     @classmethod
     def joined(cls, parts: "list[Protected]", seen: list[int]) -> "Protected":
@@ -93,7 +92,8 @@ def protected_tokens(
         if length:
             most = policy.budget(length)
             _check(policy, row, protected, most, f"the budget keeps {most}")
-    lasting = Protected(on_device(mask, device), counts, counts)
+    protected = on_device(mask, device)
+    lasting = Protected(protected, counts, counts)
     if spans.whole_prompt:
         kept = [
             length - scored + (policy.budget(scored) if scored else 0)
@@ -104,11 +104,7 @@ def protected_tokens(
         for row, (length, entries) in enumerate(zip(lengths, lasting.entries, strict=True)):
             most = policy.decode(length + policy.decode_interval)  # at the first eviction
             _check(policy, row, entries + 1, most, f"{most} stay while decoding, the latest among them")
-    return {
-        "protected": lasting.mask if not spans.whole_prompt else on_device(mask, device),
-        "protected_lengths": tuple(in_context),
-        "lasting": lasting,
-    }
+    return {"protected": protected, "protected_lengths": tuple(in_context), "lasting": lasting}
 
 
 def _check(policy: Policy, row: int, needed: int, room: int, what: str) -> None:

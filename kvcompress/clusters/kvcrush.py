@@ -43,8 +43,8 @@ class KVCrushCluster(KVCluster):
         scores = view.window_attention(queries, keys, self.window_size).sum(3).mean(2)
         return view.protect_sinks(view.protect_recent(scores, self.recent), self.sinks)
 
-    def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
-        scores = super().final_scores(scores, view)
+    def select(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
+        scores = self.final_scores(scores, view)
         real = view.real_columns(scores)
         protected = real & (scores >= torch.finfo(scores.dtype).max / 2)
         free = real & ~protected  # (batch, kv_heads, keys)
@@ -56,7 +56,7 @@ class KVCrushCluster(KVCluster):
         wanted = (self.representatives * room.double()).long()
         others = free & (places >= (room - wanted)[..., None])
         chosen = at_even_steps(distances, others, wanted, most=int(max(view.budgets)))
-        return scores.masked_fill(chosen, torch.finfo(scores.dtype).max / 2)
+        return super().select(scores.masked_fill(chosen, torch.finfo(scores.dtype).max / 2), view)
 
     def distances(self, bits: torch.Tensor, view: LayerView) -> torch.Tensor:
         """Return each entry's Hamming distance to the anchor, like `bits` (batch, kv_heads, keys).

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from ..device import on_device
-from ..errors import KVCompressError
 from ..methods import register_method
 from ..scoring.budget import allocate
 from .base import Sees, TokenMethod, Tokens
@@ -40,16 +39,8 @@ class VidCom2(TokenMethod):
     def score(self, tokens: Tokens) -> torch.Tensor:
         """Score the tokens of frames 1 if they stay and 0 if not; +inf for newlines and images."""
         scores = torch.full(tokens.vision.shape, float("inf"), device=tokens.vision.device)
-        for row, (videos, budget) in enumerate(zip(tokens.frames, tokens.budgets, strict=True)):
-            sizes, vision = [frames.numel() for frames in videos], int(tokens.vision[row].sum())
-            left = budget - (vision - sum(sizes))
-            if left < 0:
-                raise KVCompressError(
-                    f"vidcom2: row {row} cannot keep {budget} of its {vision} vision tokens: images stay, "
-                    f"{vision - sum(sizes)} tokens"
-                )
-            shares = allocate(sizes, left, max(sizes)) if sizes else []
-            for frames, share in zip(videos, shares, strict=True):
+        for row, videos in enumerate(tokens.videos("vidcom2")):
+            for frames, share in videos:
                 scores[row, frames] = kept_of_frames(tokens.hidden[row, frames].float(), share).float()
         return scores
 

@@ -60,6 +60,7 @@ BUDGETS = {
     f"streamingllm{EVICTING}": Budget(eviction=32),
     f"snapkv{EVICTING}": Budget(eviction=33),
     f"h2o{EVICTING}": Budget(eviction=37),
+    "snapkv:protect=prompt:decode_budget=26:decode_interval=4": Budget(eviction=40, in_flight=None),
     f"snapkv{OFFLOADED}{EVICTING}": Budget(eviction=34, in_flight=None),
     # Of 55, 18 compute the similarity of keys, 9 the mean of NaN rows and the pooling.
     f"r-kv{EVICTING}": Budget(eviction=55),

@@ -13,6 +13,7 @@ from kvcompress.policy.spans import Spans
 from kvcompress.scoring.selection import fair_scores, top_indices
 from tests import fuzz
 from tests.kvcompress.cache.test_protect import chooses_by_scores
+from tests.kvcompress.cache.test_protect import config as configured
 from tests.support.examples import examples, some
 from tests.support.fair import checked_choices, fair_choice
 from tests.support.families import FAMILIES
@@ -24,17 +25,7 @@ FAIR = "first:9+tokens:12-20+last:7"
 
 
 def config(method: str, **options: object) -> dict:
-    return {
-        "family": "qwen2-vl",
-        "heads": (4, 2),
-        "lengths": [47, 39],
-        "images": [1, 1],
-        "seed": 5,
-        "method": method,
-        "options": {"fair": FAIR, "ratio": 0.4, "head_budget": "uniform", "first_token": "full", **options},
-        "slots": 2,
-        "prefill_tokens": 25,
-    }
+    return configured(method, **{"fair": FAIR, "ratio": 0.4, "head_budget": "uniform", **options})
 
 
 @pytest.mark.parametrize("method", some(filter(chooses_by_scores, METHODS), SOME_METHODS))
@@ -122,6 +113,7 @@ def test_a_later_prompt_and_a_decode_step_have_no_spans():
         ({"fair": "first:3", "head_budget": "adaptive"}, "head_budget='adaptive' does not go with fair="),
         ({"fair": "first:3", "prefill_chunk": 9}, "prefill_chunk=9 does not go with fair="),
         ({"fair": "first:3", "method": "criticalkv"}, "method 'criticalkv' does not go with fair="),
+        ({"fair": "first:3", "method": "kvcrush"}, "method 'kvcrush' does not go with fair="),
         ({"fair": "first:3", "method": "full", "ratio": None}, "method 'full' has no option 'fair'"),
     ],
 )

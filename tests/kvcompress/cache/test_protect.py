@@ -23,7 +23,8 @@ SETTINGS = {
 }
 
 
-def config(method: str, setting: str, **options: object) -> dict:
+def config(method: str, **options: object) -> dict:
+    """A configuration of the fuzz: two rows with a picture each, alone, together and in flight."""
     return {
         "family": "qwen2-vl",
         "heads": (4, 2),
@@ -31,7 +32,7 @@ def config(method: str, setting: str, **options: object) -> dict:
         "images": [1, 1],
         "seed": 5,
         "method": method,
-        "options": {"protect": setting, "first_token": "full", **SETTINGS[setting], **options},
+        "options": {"first_token": "full", **options},
         "slots": 2,
         "prefill_tokens": 25,
     }
@@ -40,14 +41,15 @@ def config(method: str, setting: str, **options: object) -> dict:
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("method", some(METHODS, SOME_METHODS))
 def test_what_is_protected_stays_in_every_pass_and_every_batch(method, setting):
-    fuzz.check(config(method, setting))
+    fuzz.check(config(method, protect=setting, **SETTINGS[setting]))
 
 
 @pytest.mark.parametrize("layer_budget", ["uniform", "pyramid", "attention-entropy"])
 @pytest.mark.parametrize("head_budget", ["uniform", "shared", "adaptive"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_parts_stay_whatever_shares_the_budget(setting, head_budget, layer_budget):
-    fuzz.check(config("snapkv", setting, head_budget=head_budget, layer_budget=layer_budget))
+    shared = {"head_budget": head_budget, "layer_budget": layer_budget}
+    fuzz.check(config("snapkv", protect=setting, **SETTINGS[setting], **shared))
 
 
 def kept(cache: kvcompress.CompressedCache) -> torch.Tensor:

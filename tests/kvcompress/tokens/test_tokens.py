@@ -730,14 +730,13 @@ def video_batch(family: str, frames: list[int]) -> tuple[torch.nn.Module, dict, 
     return model, inputs, of_frames
 
 
-@pytest.mark.parametrize("ratio", [0.5, 0.7, 1.0])
-@pytest.mark.parametrize("family", VIDEO_FAMILIES)
-def test_dycoke_keeps_every_fourth_frame_and_what_is_new_in_the_others(family, ratio):
-    frames = [8, 8] if family == "llava-onevision" else [7, 5]
-    model, inputs, of_frames = video_batch(family, frames)
+def of_video(method: str, family: str, ratio: float, **options: object) -> tuple[list, torch.Tensor, list]:
+    """Generate from two videos; logits must be those of the full model in which what was dropped is hidden, at ratio 1
+    bit for bit. Returns each row's kept columns, the states that enter the language model, and the frames' columns."""
+    model, inputs, of_frames = video_batch(family, [8, 8] if family == "llava-onevision" else [7, 5])
     with entering(model, 0) as states:
         _, full_logits = generate(model, inputs, NEW)
-    with kvcompress.compress(model, "dycoke", ratio, decode_drop=0.0) as session:
+    with kvcompress.compress(model, method, ratio, **options) as session:
         tokens, logits = generate(model, inputs, NEW)
     kept = kept_columns(session.cache)
     with hidden_from(model, kept):
@@ -745,8 +744,14 @@ def test_dycoke_keeps_every_fourth_frame_and_what_is_new_in_the_others(family, r
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
     if ratio == 1:
         assert torch.equal(logits, full_logits)
-        return
-    for row, columns in enumerate(of_frames):
+    return kept[0], states[0], of_frames
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.7, 1.0])
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+def test_dycoke_keeps_every_fourth_frame_and_what_is_new_in_the_others(family, ratio):
+    kept, states, of_frames = of_video("dycoke", family, ratio, decode_drop=0.0)
+    for row, columns in enumerate(of_frames if ratio < 1 else []):
         newline = int(family == "llava-onevision")
         n = budget(ratio, sum(map(len, columns)) + newline)
         # The third frame of the last four, or fewer, stays whole, as in the released code.
@@ -756,40 +761,28 @@ def test_dycoke_keeps_every_fourth_frame_and_what_is_new_in_the_others(family, r
         stays = [c for f in whole for c in columns[f]]
         for number, f in enumerate(later):
             then = columns[f - 2] if f % 4 == 2 else columns[f - 1]
-            likeness = torch.cosine_similarity(states[0][row, columns[f]].double(), states[0][row, then].double())
+            likeness = torch.cosine_similarity(states[row, columns[f]].double(), states[row, then].double())
             new = likeness.argsort()[: share + (number < more)].tolist()
             stays += [columns[f][i] for i in new]
         shown = {c for frame in columns for c in frame}
-        assert [c for c in kept[0][row] if c in shown] == sorted(stays)
+        assert [c for c in kept[row] if c in shown] == sorted(stays)
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.7, 1.0])
 @pytest.mark.parametrize("family", VIDEO_FAMILIES)
 def test_evs_keeps_the_first_frame_and_what_has_changed_since_the_frame_before(family, ratio):
-    frames = [8, 8] if family == "llava-onevision" else [7, 5]
-    model, inputs, of_frames = video_batch(family, frames)
-    with entering(model, 0) as states:
-        _, full_logits = generate(model, inputs, NEW)
-    with kvcompress.compress(model, "evs", ratio) as session:
-        tokens, logits = generate(model, inputs, NEW)
-    kept = kept_columns(session.cache)
-    with hidden_from(model, kept):
-        _, expected = generate(model, inputs, NEW, forced=tokens)
-    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
-    if ratio == 1:
-        assert torch.equal(logits, full_logits)
-        return
-    for row, columns in enumerate(of_frames):
+    kept, states, of_frames = of_video("evs", family, ratio)
+    for row, columns in enumerate(of_frames if ratio < 1 else []):
         newline = int(family == "llava-onevision")
         n = budget(ratio, sum(map(len, columns)) + newline) - newline
         likeness = {
-            now: torch.cosine_similarity(states[0][row, now].double(), states[0][row, then].double(), dim=0).item()
+            now: torch.cosine_similarity(states[row, now].double(), states[row, then].double(), dim=0).item()
             for before, frame in pairwise(columns)
             for then, now in zip(before, frame, strict=True)
         }
         stays = [*columns[0], *sorted(likeness, key=likeness.get)[: n - len(columns[0])]]
         shown = {c for frame in columns for c in frame}
-        assert [c for c in kept[0][row] if c in shown] == sorted(stays)
+        assert [c for c in kept[row] if c in shown] == sorted(stays)
 
 
 def test_evs_decodes_rows_of_different_length_as_each_alone():

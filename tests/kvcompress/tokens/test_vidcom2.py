@@ -14,9 +14,7 @@ from tests.kvcompress.tokens.test_tokens import (
     VIDEO_FAMILIES,
     batch,
     budget,
-    entering,
-    hidden_from,
-    kept_columns,
+    of_video,
     video_batch,
 )
 
@@ -57,25 +55,13 @@ def stays(video: torch.Tensor, count: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("ratio", [0.1, 0.4, 0.8, 1.0])
 @pytest.mark.parametrize("family", VIDEO_FAMILIES)
 def test_it_keeps_what_a_plain_reference_chooses_and_hides_the_rest(family, ratio):
-    frames = [8, 8] if family == "llava-onevision" else [7, 5]
-    model, inputs, of_frames = video_batch(family, frames)
-    with entering(model, 0) as states:
-        _, full_logits = generate(model, inputs, NEW)
-    with kvcompress.compress(model, "vidcom2", ratio) as session:
-        tokens, logits = generate(model, inputs, NEW)
-    kept = kept_columns(session.cache)
-    with hidden_from(model, kept):
-        _, expected = generate(model, inputs, NEW, forced=tokens)
-    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
-    if ratio == 1:
-        assert torch.equal(logits, full_logits)
-        return
-    for row, columns in enumerate(of_frames):
+    kept, states, of_frames = of_video("vidcom2", family, ratio)
+    for row, columns in enumerate(of_frames if ratio < 1 else []):
         newline = int(family == "llava-onevision")
         count = budget(ratio, sum(map(len, columns)) + newline) - newline
-        chosen = stays(states[0][row, torch.tensor(columns)].double(), count)
+        chosen = stays(states[row, torch.tensor(columns)].double(), count)
         shown = {c for frame in columns for c in frame}
-        assert [c for c in kept[0][row] if c in shown] == [columns[frame][place] for frame, place in chosen]
+        assert [c for c in kept[row] if c in shown] == [columns[frame][place] for frame, place in chosen]
 
 
 def test_an_unusual_frame_keeps_more_and_every_frame_one_if_there_are_as_many():

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from kvcompress.methods import make_method
-from kvcompress.tokens import Tokens
 
-from .token_recording import TokenRecording, normal, released, save
+from .token_recording import TokenRecording, normal, of_video, released, save
 
 TOKENS, SIZE = 30, 6  # of a frame
 
@@ -47,13 +46,7 @@ def shown(recording: TokenRecording) -> list[torch.Tensor]:
 def ours(recording: TokenRecording) -> list[torch.Tensor]:
     if "steps" in recording.drawn:
         return shown(recording)
-    video, method = draw(**recording.drawn), make_method(recording.method, **recording.options)
-    hidden = torch.cat([video.flatten(0, 1), torch.zeros(1, SIZE)])[None]  # and a text
-    vision = torch.arange(hidden.shape[1])[None] < hidden.shape[1] - 1
-    frames = [[torch.arange(vision.shape[1] - 1).view(len(video), TOKENS)]]
-    tokens = Tokens(vision, None, [recording.budget], hidden, frames=frames)
-    chosen, hidden = method.choose(method.score(tokens), tokens)
-    return [hidden[chosen]]
+    return of_video(recording, draw(**recording.drawn))
 
 
 def main() -> None:

@@ -5,23 +5,14 @@ from pathlib import Path
 
 import torch
 
-from kvcompress.methods import make_method
-from kvcompress.tokens import Tokens
-
-from .dycoke import SIZE, TOKENS, draw
-from .token_recording import TokenRecording, released, save
+from .dycoke import TOKENS, draw
+from .token_recording import TokenRecording, of_video, released, save
 
 MERGE = 2  # patches of 2 x 2 are a token
 
 
 def ours(recording: TokenRecording) -> list[torch.Tensor]:
-    video, method = draw(**recording.drawn), make_method(recording.method, **recording.options)
-    hidden = torch.cat([video.flatten(0, 1), torch.zeros(1, SIZE)])[None]  # and a text
-    vision = torch.arange(hidden.shape[1])[None] < hidden.shape[1] - 1
-    frames = [[torch.arange(vision.shape[1] - 1).view(len(video), TOKENS)]]
-    tokens = Tokens(vision, None, [recording.budget], hidden, frames=frames)
-    chosen, hidden = method.choose(method.score(tokens), tokens)
-    return [hidden[chosen]]
+    return of_video(recording, draw(**recording.drawn))
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from kvcompress.methods import make_method
 from kvcompress.tokens.base import Attention, TokenMethod, Tokens, Tower
 
 FIXTURES = Path(__file__).with_name("fixtures") / "tokens"
@@ -73,6 +74,18 @@ class Prompt:
     def queries_and_keys(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of hidden states (1, tokens, size), (1, heads, tokens, head_dim)."""
         return tuple((hidden @ w).unflatten(-1, (self.heads, -1)).transpose(1, 2) for w in self.weights[layer])
+
+
+def of_video(recording: TokenRecording, video: torch.Tensor) -> list[torch.Tensor]:
+    """The states that our method keeps of a video (frames, tokens, size) before the language model."""
+    frames, tokens, size = video.shape
+    hidden = torch.cat([video.flatten(0, 1), torch.zeros(1, size)])[None]  # and a text
+    vision = torch.arange(hidden.shape[1])[None] < hidden.shape[1] - 1
+    columns = [[torch.arange(frames * tokens).view(frames, tokens)]]
+    method = make_method(recording.method, **recording.options)
+    seen = Tokens(vision, None, [recording.budget], hidden, frames=columns)
+    chosen, hidden = method.choose(method.score(seen), seen)
+    return [hidden[chosen]]
 
 
 def through(prompt: Prompt, method: TokenMethod, budget: int) -> list[torch.Tensor]:
