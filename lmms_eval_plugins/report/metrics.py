@@ -5,6 +5,7 @@ not have the paper's own formulas.
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,12 +116,14 @@ def headroom(
         return None
     if len(of_cluster) == 1:
         return Headroom(observed, observed, observed)
-    from scipy.stats import bootstrap  # takes a second
+    from scipy.stats import DegenerateDataWarning, bootstrap  # takes a second
 
-    drawn = bootstrap(
-        pair, part, n_resamples=resamples, paired=True, vectorized=True, method="percentile", rng=0,
-        batch=max(1, 1_000_000 // len(of_cluster)),
-    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DegenerateDataWarning)  # draws without a way to go are left out below
+        drawn = bootstrap(
+            pair, part, n_resamples=resamples, paired=True, vectorized=True, method="percentile", rng=0,
+            batch=max(1, 1_000_000 // len(of_cluster)),
+        )  # fmt: skip
     low, high = np.nanpercentile(drawn.bootstrap_distribution, [2.5, 97.5])
     return Headroom(observed, float(low), float(high))
 

@@ -10,6 +10,7 @@ import torch
 
 import kvcompress
 from kvcompress import methods
+from kvcompress.tokens import TokenMethod
 from tests import methods_page
 from tests.support.docs import DOCS, ROOT, python_blocks
 from tests.support.families import FAMILIES
@@ -94,6 +95,15 @@ def test_the_pages_of_methods_are_what_their_command_writes():
 
 def test_what_checks_a_method_is_said_of_methods_that_exist():
     assert set(methods_page.CHECKED_BY) == set(methods_page.own_methods())
+
+
+def test_the_readme_counts_the_methods_that_there_are():
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    drops = [issubclass(info.cls, TokenMethod) for name, info in kvcompress.list_methods().items() if name != "full"]
+    known = [*methods_page.CHECKED_BY.values()].count(methods_page.AUTHORS)
+    assert f"has {drops.count(False)} KV methods and {drops.count(True)} that drop vision tokens" in text
+    assert f"for {known} [the authors' own code]" in text
+    assert f"| methods | {len(drops)} |" in text
 
 
 def test_the_readme_is_short():
