@@ -31,10 +31,20 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What torch and transformers have made stays: no later collection of garbage needs to look through it."""
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """What a file's tests leave behind (imported modules, small models) stays, so that no later collection of garbage
+    looks through it: evaluations and statsmodels collect, which would take a second late in a run."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
 
 
 def pytest_unconfigure() -> None:

@@ -4,14 +4,16 @@ The tree is in `cache.prefix_tree`; `resumed_prompt` continues a prompt after it
 
 import sys
 import weakref
+from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedModel
 
 from ..cache.cache import CompressedCache
-from ..cache.prefix_tree import PrefixTree
+from ..cache.prefix_tree import Columns, Path, PrefixTree
 from ..errors import KVCompressError
 from .model import adapters_at_work
-from .resumed_prompt import ResumedPrompt
+from .resumed_prompt import ResumedPrompt, given_by
 
 
 class PrefixCache:
@@ -76,6 +78,37 @@ class PrefixCache:
             self.prompt_tokens += sum(cache.announced.lengths)
         if not self._tree.room:
             return prompt.attach(decoder, cache, wanted)
+        return prompt.attach(decoder, cache, wanted, self._tree, self.identity(decoder, attention))
+
+    def identity(self, decoder: PreTrainedModel, attention: str) -> tuple[object, ...]:
+        """Return what prompts must have in common to share: the decoder in its present state."""
         model = self._models.setdefault(decoder, object())  # unlike an id, it is never reused
-        identity = (model, attention, decoder.dtype, *adapters_at_work(decoder))
-        return prompt.attach(decoder, cache, wanted, self._tree, identity)
+        return (model, attention, decoder.dtype, *adapters_at_work(decoder))
+
+    def of_requests(self, decoder: PreTrainedModel, attention: str, rotated: bool) -> "RequestPrefixes | None":
+        """Return the part for text requests in pages, None if it keeps nothing; `rotated` if it has their rotation."""
+        if not self._tree.room:
+            return None
+        return RequestPrefixes(self, self._tree, (*self.identity(decoder, attention), "pages", rotated))
+
+
+@dataclass(frozen=True)
+class RequestPrefixes:
+    """Prefixes of text requests that the decoder gets as token ids, counted from position 0."""
+
+    cache: PrefixCache
+    tree: PrefixTree
+    identity: tuple[object, ...]
+
+    def find(self, prompt: list[int]) -> Path:
+        """Find the longest known prefix; `PrefixTree.find`."""
+        return self.tree.find(self.identity, given_by({"input_ids": torch.tensor([prompt])}, 0, 0))
+
+    def took(self, tokens: int) -> None:
+        """Count tokens of a prefix that a request starts with."""
+        self.tree.reused_tokens += tokens
+
+    def add(self, prompt: list[int], computed: Columns) -> None:
+        """Add a prompt with the states of all its tokens."""
+        self.cache.prompt_tokens += len(prompt)
+        self.tree.add(self.identity, given_by({"input_ids": torch.tensor([prompt])}, 0, 0), computed, 0)

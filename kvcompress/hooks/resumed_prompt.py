@@ -10,7 +10,6 @@ before, so it grows."""
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -127,7 +126,7 @@ class ResumedPrompt:
 
     def _find(self) -> None:
         tokens = self._tokens
-        self._given = [_given(self._kwargs, row, pads) for row, pads in enumerate(self._pads)]
+        self._given = [given_by(self._kwargs, row, pads) for row, pads in enumerate(self._pads)]
         self._paths: list[Path] = [self._tree.find(self._identity, given) for given in self._given]
         rest = max(length - path.tokens for length, path in zip(tokens.lengths, self._paths, strict=True))
         self._known = max(tokens.columns - max(rest, self._wanted), 0)
@@ -162,17 +161,14 @@ class ResumedPrompt:
 
     def _rotate(self, rotary: Rotary) -> None:
         """Set the rotation of all columns, given that of the columns that pass through the model."""
-        names = ["cos", "sin", "positions", *(["least"] if rotary.least is not None else [])]
-        parts = [getattr(rotary, name) for name in names]
-        self._rotation = [part if part.ndim == 3 else part[..., None] for part in parts]
+        self._rotation = rotary.per_column()
         if not self._cache.policy.watches_rotary or not self.is_through:
             return
         if self._known:
             first = 3 * len(self._cache.layers)
             known = [self._computed(first + i).to(new.device) for i, new in enumerate(self._rotation)]
             whole = [torch.cat([old, new], dim=1) for old, new in zip(known, self._rotation, strict=True)]
-            whole = [part if new.ndim == 3 else part[..., 0] for part, new in zip(whole, parts, strict=True)]
-            rotary = replace(rotary, **dict(zip(names, whole, strict=True)))
+            rotary = rotary.of_columns(whole)
         self._cache.rotate(rotary)
 
     def _listener(self, layer: CompressedLayer) -> Listener:
@@ -229,7 +225,7 @@ def why_whole(decoder: PreTrainedModel, cache: CompressedCache) -> str | None:
         return "prefill_chunk= has chunks of its own"
     if not all(isinstance(layer, CompressedLayer) for layer in cache.layers):
         return "the model has layers without full attention (sliding windows and the like) or without keys of their own"
-    if any(getattr(module, "rope_type", None) in ROTATED_BY_LENGTH for module in decoder.modules()):
+    if is_rotated_by_length(decoder):
         return "the model rotates tokens by the prompt's length (dynamic NTK, LongRoPE)"
     if not cache.is_empty:
         return "the cache is not empty"
@@ -238,11 +234,15 @@ def why_whole(decoder: PreTrainedModel, cache: CompressedCache) -> str | None:
     return None
 
 
+def is_rotated_by_length(decoder: PreTrainedModel) -> bool:
+    return any(getattr(module, "rope_type", None) in ROTATED_BY_LENGTH for module in decoder.modules())
+
+
 def say_whole(piece: int, reason: str) -> None:
     say_once(f"prefill_tokens={piece}: prompts are prefilled whole, because {reason}")
 
 
-def _given(kwargs: dict, row: int, pads: int) -> Columns:
+def given_by(kwargs: dict, row: int, pads: int) -> Columns:
     """Return what identifies a row's real tokens, each (tokens, size), from the text decoder's arguments."""
     parts, positions = [], kwargs.get("position_ids")
     for name in ("inputs_embeds", "per_layer_inputs"):

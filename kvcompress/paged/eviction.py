@@ -1,10 +1,11 @@
 """Compression of requests in pages: of a prompt after its last chunk, and of an answer every `decode_interval` tokens.
 
 Kept entries move to the front of a request's pages. Their number depends only on lengths, so the pages are planned
-before the forward pass. Each layer chooses the entries right after its attention."""
+before the forward pass. Each layer chooses the entries right after its attention. With a prefix cache, a request starts
+with the entries of a known prefix, and the states of its whole prompt become known once they are read."""
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedConfig
@@ -17,11 +18,12 @@ from ..cache.new_tokens import NewTokens
 from ..cache.passes import Prefill, evict
 from ..device import on_device
 from ..errors import KVCompressError
+from ..hooks.prefix_cache import RequestPrefixes
 from ..policy.policy import Policy
 from ..scoring.layer_view import Kept
 from ..scoring.rotary import Rotary
 from .attention import OwnEntries
-from .pages import CompressedPages
+from .pages import CompressedPagedCache, CompressedPages
 from .request import LayerState, PagedRequest
 
 
@@ -82,9 +84,11 @@ class Eviction:
         peak_pages: the most pages per layer that requests had at once.
     """
 
-    def __init__(self, policy: Policy, config: PreTrainedConfig):
-        self.policy, self._config = policy, config
+    def __init__(self, policy: Policy, config: PreTrainedConfig, prefixes: RequestPrefixes | None):
+        self.policy, self._config, self._prefixes = policy, config, prefixes
+        self.shares_prefixes = prefixes is not None
         self.pages: CompressedPages | None = None
+        self.cache: CompressedPagedCache | None = None
         self._rotary: Rotary | None = None
         self._step: Step | None = None
         self.peak_pages = 0
@@ -102,6 +106,28 @@ class Eviction:
             most = evicts_at if most is None else min(most, evicts_at)
         layers = [LayerState(Memory(policy, 0)) for _ in self.pages.layer_indices]
         return PagedRequest(prompt, most, layers)
+
+    def resume(self, state: RequestState) -> int:
+        prompt = state.initial_tokens
+        if not self.cache.can_store_request_tokens(state, len(prompt)):
+            return 0
+        path = self._prefixes.find(prompt)
+        known = min(path.tokens, len(prompt) - (2 if state.num_children else 1))  # a fork leaves a token unread, too
+        if known <= 0:
+            return 0
+        request = self.pages.requests[state.request_id]
+        slots = self._tensor(self._slots(state.request_id, known))
+        for place, (layer, layer_idx) in enumerate(zip(request.layers, self.pages.layer_indices, strict=True)):
+            states = (path.computed(3 * place + part, known).to(slots.device) for part in range(3))
+            queries, *entries = states
+            layer.queries = [queries[None]]
+            for pages, part in zip(self.pages._kv_token_views[layer_idx], entries, strict=True):
+                pages.index_copy_(0, slots, part.transpose(0, 1))
+        rotation = range(3 * len(request.layers), len(path.held[0]))
+        request.known_rotation = [path.computed(part, known)[None].to(slots.device) for part in rotation]
+        request.stored = known
+        self._prefixes.took(known)
+        return known
 
     def plan(self, batch: list[FutureRequestState]) -> None:
         self.peak_pages = max(self.peak_pages, self.pages.pages_in_use)
@@ -186,8 +212,12 @@ class Eviction:
         request, layer = reading.request, reading.request.layers[choice.place]
         if self._rotary is not None and choice.place == 0:
             tokens = torch.arange(reading.tokens.start, reading.tokens.stop, device=queries.device)
-            request.rotary.append(self._rotary_at(tokens[None]))
-        if self.policy.query_window or self.policy.needs_sums:
+            chunk = self._rotary_at(tokens[None])
+            if known := request.known_rotation:
+                request.rotary.append(chunk.of_columns(known))
+                request.known_rotation = []
+            request.rotary.append(chunk)
+        if self.policy.query_window or self.policy.needs_sums or self._prefixes is not None:
             own = queries[:, :, reading.tokens]
             layer.queries.append(
                 own.clone() if reading.slots is None else own
@@ -198,14 +228,26 @@ class Eviction:
             ids = torch.tensor([request.prompt])
             request.tokens = NewTokens.of(self._config, self.policy, True, 1, len(request.prompt), ids, None)
         prefill = Prefill(choice, layer.memory, request.tokens, None)
-        prefill.update(*self._read_pages(choice, reading.slots[None]))
+        keys, values = self._read_pages(choice, reading.slots[None])
+        prefill.update(keys, values)
         asked, layer.queries = torch.cat(layer.queries, dim=2) if layer.queries else None, []
+        if self._prefixes is not None:
+            request.states += [asked[0], keys[0], values[0]]
+            if choice.place == len(request.layers) - 1:
+                self._remember(request)
         prefill.after_attention(asked, scaling, module, self._joined(request.rotary))
         kept = layer.memory.kept()
         layer.memory.storage = None
         if kept.indices.shape[2] < len(reading.slots):
             self._put(choice, reading.slots[None], kept, [request.stored])
         layer.columns = kept.indices[0]
+
+    def _remember(self, request: PagedRequest) -> None:
+        """Add a prompt to the prefix cache, for other requests."""
+        rotary = self._joined(request.rotary)
+        rotation = [] if rotary is None else [part[0] for part in rotary.per_column()]
+        self._prefixes.add(request.prompt, request.states + rotation)
+        request.states = []
 
     def _evict(self, evicting: Evicting, choice: Choice, scaling: float, module: torch.nn.Module) -> None:
         """Reduce the requests' entries to the decode budget, as `Decoding` does."""
@@ -259,13 +301,12 @@ class Eviction:
         """Return the rotary embedding of these tokens of the batch, LongTensor (rows, columns)."""
         if self._rotary is None:
             return None
-        names = ("cos", "sin", "positions", "least")
-        taken = {name: getattr(self._rotary, name) for name in names}
-        return replace(self._rotary, **{name: part[0, tokens] for name, part in taken.items() if part is not None})
+        return self._rotary.of_columns([part[0, tokens] for part in self._rotary.per_column()])
 
     @staticmethod
     def _joined(chunks: list[Rotary]) -> Rotary | None:
         if len(chunks) < 2:
             return chunks[0] if chunks else None
-        names = [name for name in ("cos", "sin", "positions", "least") if getattr(chunks[0], name) is not None]
-        return replace(chunks[0], **{name: torch.cat([getattr(part, name) for part in chunks], 1) for name in names})
+        return chunks[0].of_columns(
+            [torch.cat(parts, 1) for parts in zip(*(c.per_column() for c in chunks), strict=True)]
+        )

@@ -11,6 +11,7 @@ from transformers.generation.continuous_batching.cache import group_layers_by_at
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, FullAttentionCacheAllocator
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
+from transformers.generation.continuous_batching.scheduler import Scheduler
 
 from .request import PagedRequest
 
@@ -24,6 +25,8 @@ CONTRACT = {
     FullAttentionCacheAllocator.get_write_indices: ("self", "request_id", "past_length", "query_length"),
     FullAttentionCacheAllocator.needs_new_blocks: ("self", "request_id", "past_length", "query_length"),
     PagedAttentionCache.can_store_request_tokens: ("self", "state", "request_len", "dry_run"),
+    PagedAttentionCache.count_new_complete_blocks: ("self", "state", "request_len"),
+    PagedAttentionCache.search_prefix_match: ("self", "request_id", "prompt_ids"),
     ContinuousBatchingIOs.prepare_batch_tensors: (
         *("self", "requests_in_batch", "logits_processors", "use_decode_fast_path", "num_q_tokens", "max_kv_read"),
         "use_padding",
@@ -35,8 +38,15 @@ ENDLESS = 2**31
 class Listener(Protocol):
     """Compresses the entries in the pages."""
 
+    pages: "CompressedPages"
+    cache: "CompressedPagedCache"
+    shares_prefixes: bool  # whether `resume` is to be called
+
     def meet(self, state: RequestState) -> PagedRequest:
         """Return the request that is about to get its first pages."""
+
+    def resume(self, state: RequestState) -> int:
+        """Start a waiting request after a prefix whose entries are known, if its pages are free. Return its length."""
 
     def plan(self, batch: list[FutureRequestState]) -> None:
         """Plan the forward pass over `batch`, whose tokens already have their places in the pages."""
@@ -108,6 +118,7 @@ class CompressedPagedCache(PagedAttentionCache):
 
     listener: Listener
     pages: CompressedPages
+    scheduler: Scheduler
 
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
         known = self.pages.requests.get(state.request_id)
@@ -118,6 +129,12 @@ class CompressedPagedCache(PagedAttentionCache):
         answer = ENDLESS if state.max_new_tokens is None else state.max_new_tokens
         to_come = len(state.initial_tokens) + answer - state.current_len()
         return super().can_store_request_tokens(state, max(request_len, to_come), dry_run)
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        return self.listener.resume(self.scheduler.waiting_requests[request_id])
+
+    def count_new_complete_blocks(self, state: RequestState, request_len: int) -> dict[str, int]:
+        return {}  # no page is shared: its entries are copied
 
 
 class CompressedIOs(ContinuousBatchingIOs):
@@ -136,12 +153,13 @@ class CompressedIOs(ContinuousBatchingIOs):
         self.cache.listener.plan(requests_in_batch)
 
 
-def adopt(cache: PagedAttentionCache, inputs: ContinuousBatchingIOs, listener: Listener) -> CompressedPages:
+def adopt(cache: PagedAttentionCache, inputs: ContinuousBatchingIOs, scheduler: Scheduler, listener: Listener) -> None:
     """Convert an empty cache and its inputs to the classes for compressed requests."""
     pages = cache.cache_allocators[FULL_ATTENTION]
     pages.__class__, cache.__class__, inputs.__class__ = CompressedPages, CompressedPagedCache, CompressedIOs
-    pages.requests, cache.pages, cache.listener = {}, pages, listener
+    pages.requests, cache.pages, cache.listener, cache.scheduler = {}, pages, listener, scheduler
+    listener.pages, listener.cache = pages, cache
+    cache.use_prefix_sharing = listener.shares_prefixes
     # The scheduler would count tokens as entries that are read, and hold requests back. The entries read are in the
     # requests' own pages, whose number bounds them.
     cache.read_cache_limit = 0
-    return pages

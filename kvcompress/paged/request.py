@@ -38,6 +38,9 @@ class PagedRequest:
         decoded: tokens since the latest eviction.
         tokens: facts about the prompt, after its last chunk.
         rotary: the rotation of the prompt's chunks so far, if the method needs it.
+        known_rotation: that of a prefix that other requests have computed, before the first chunk is read.
+        states: for a prefix cache, queries, keys and values of the whole prompt in each layer so far,
+            (heads, tokens, head_dim).
     """
 
     prompt: list[int]
@@ -48,6 +51,8 @@ class PagedRequest:
     decoded: int = 0
     tokens: NewTokens | None = None
     rotary: list[Rotary] = field(default_factory=list)
+    known_rotation: list[torch.Tensor] = field(default_factory=list)
+    states: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def reserved(self) -> int:
@@ -58,5 +63,5 @@ class PagedRequest:
         """Return a copy for a request that continues from the same prompt before its last chunk."""
         twin = copy.copy(self)
         twin.layers = [LayerState(layer.memory.fork(), None, list(layer.queries)) for layer in self.layers]
-        twin.rotary = list(self.rotary)
+        twin.rotary, twin.states = list(self.rotary), list(self.states)
         return twin

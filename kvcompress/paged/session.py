@@ -12,10 +12,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, ContinuousBatchingConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from ..cache.cache import say_once
 from ..errors import KVCompressError
 from ..hooks.attention import PREFIX
 from ..hooks.model import text_decoder, unwrapped
+from ..hooks.prefix_cache import PrefixCache
 from ..hooks.replacement import Replacement
+from ..hooks.resumed_prompt import is_rotated_by_length
 from ..hooks.rotary import rotary_embeddings, watch_rotary
 from ..policy.conflicts import PAGES, check_conflicts
 from ..policy.make import make_policy
@@ -41,6 +44,7 @@ def compress(
     method: str,
     ratio: float | None = None,
     budget: int | None = None,
+    prefix_cache: PrefixCache | None = None,
     **options: object,
 ) -> "PagedSession":
     """Compress all requests of the continuous batching managers that `model` creates inside the returned context.
@@ -59,16 +63,13 @@ def compress(
         method: a name in `list_methods()`, of a method that keeps equally many entries in each layer and KV head.
         ratio: fraction of each prompt's KV entries to keep, in (0, 1].
         budget: entries kept per layer and KV head, instead of `ratio`.
+        prefix_cache: lets prompts with a common prefix share its prefill.
         options: the method's own options and the engine's, `decode_budget=` above all, see `kvcompress.policy.Engine`.
 
     Raises:
         KVCompressError: for a method or option that does not work in pages, and for a version of transformers with a
             different continuous batching.
     """
-    if "prefix_cache" in options:
-        raise KVCompressError(
-            "compressed pages do not go with prefix_cache=: the scheduler feeds every token of a prompt to the model"
-        )
     policy = make_policy(method, ratio, budget, **options)
     check_conflicts(policy, PAGES)
     inner = unwrapped(model)
@@ -78,11 +79,18 @@ def compress(
     if policy.watches_rotary:
         rotary_embeddings(decoder)
     pages = _pages()
-    if pages.FULL_ATTENTION not in pages.group_layers_by_attn_type(decoder.config):
+    kinds = pages.group_layers_by_attn_type(decoder.config)
+    if pages.FULL_ATTENTION not in kinds:
         raise KVCompressError(
             f"all layers of {type(inner).__name__} have a sliding window: there is nothing to compress"
         )
-    return PagedSession(inner, decoder, policy, pages)
+    if prefix_cache is not None and (set(kinds) != {pages.FULL_ATTENTION} or is_rotated_by_length(decoder)):
+        say_once(
+            f"prefix_cache=: requests to {type(inner).__name__} share no prefixes, because it has sliding windows or "
+            "rotates tokens by the prompt's length"
+        )
+        prefix_cache = None
+    return PagedSession(inner, decoder, policy, pages, prefix_cache)
 
 
 def _pages() -> ModuleType:
@@ -108,8 +116,15 @@ class PagedSession:
         policy: the requested policy.
     """
 
-    def __init__(self, model: PreTrainedModel, decoder: PreTrainedModel, policy: Policy, pages: ModuleType):
-        self.model, self.policy = model, policy
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        decoder: PreTrainedModel,
+        policy: Policy,
+        pages: ModuleType,
+        prefix_cache: PrefixCache | None,
+    ):
+        self.model, self.policy, self._prefix_cache = model, policy, prefix_cache
         self._decoder, self._config, self._pages = decoder, decoder.config, pages
         self._evictions: list[Any] = []
         self._managers: list[Any] = []
@@ -194,8 +209,12 @@ class PagedSession:
         if not isinstance(cache, self._pages.CompressedPagedCache):
             from .eviction import Eviction
 
-            eviction = Eviction(self.policy, self.model.config)
-            eviction.pages = self._pages.adopt(cache, processor.inputs_and_outputs, eviction)
+            prefixes = None
+            if self._prefix_cache is not None:
+                rotated = self.policy.watches_rotary
+                prefixes = self._prefix_cache.of_requests(self._decoder, self._base, rotated)
+            eviction = Eviction(self.policy, self.model.config, prefixes)
+            self._pages.adopt(cache, processor.inputs_and_outputs, processor.scheduler, eviction)
             self._evictions.append(eviction)
             if self.policy.watches_rotary:
                 self._hooks += watch_rotary(self._decoder, eviction.rotate)

@@ -38,6 +38,17 @@ class Rotary:
     least: torch.Tensor | None = None
     is_interleaved: bool = False
 
+    def per_column(self) -> list[torch.Tensor]:
+        """Return what it holds for each column: tensors (batch, columns, size)."""
+        each = [self.cos, self.sin, self.positions[..., None]]
+        return each if self.least is None else [*each, self.least[..., None]]
+
+    def of_columns(self, columns: list[torch.Tensor]) -> "Rotary":
+        """Return the rotation of other columns, for which `per_column` returned these tensors."""
+        cos, sin, positions, *least = columns
+        smallest = least[0][..., 0] if least else None
+        return replace(self, cos=cos, sin=sin, positions=positions[..., 0], least=smallest)
+
     @classmethod
     def of(
         cls,

@@ -228,6 +228,69 @@ def test_the_same_prompt_twice_and_several_answers_to_one():
         assert session.pages_in_use == 0
 
 
+@given(case=cases(longest=30, requests=3), shared=st.integers(1, 40), gb=st.sampled_from([1.0, 20e-6]))
+@examples(4)
+def test_requests_that_begin_alike_share_the_prefill_and_get_the_tokens_that_they_get_alone(case, shared, gb):
+    assume(case.method != "keydiff" or all(len({*prompt}) > 2 for prompt in case.prompts))
+    model, prefixes = FAMILIES["qwen2"].build(2), kvcompress.PrefixCache(gb=gb)
+    arguments = dict(case.arguments) | calibration_of(case.method, model)
+    beginning = prompts_of(shared)[0]
+    prompts = [beginning + list(prompt) for prompt in case.prompts] * 2
+    new = case.new * 2
+    expected = [alone(model, prompt, n, case.method, **arguments) for prompt, n in zip(prompts, new, strict=True)]
+    with paged.compress(model, case.method, **arguments, prefix_cache=prefixes) as session:
+        assert answers(model, pages_config(case.page_size, 200, case.batch_tokens), prompts, new) == expected
+        assert session.pages_in_use == 0
+        first = prefixes.reused_tokens
+        assert (
+            answers(model, pages_config(case.page_size, 200, case.batch_tokens), prompts[:1], new[:1]) == expected[:1]
+        )
+    assert prefixes.prompt_tokens == sum(map(len, prompts)) + len(prompts[0])
+    assert prefixes.nbytes <= gb * 2**30
+    if gb == 1.0:
+        assert prefixes.reused_tokens == first + len(prompts[0]) - 1
+
+
+@pytest.mark.parametrize("method", ["snapkv", "h2o", "expected-attention", "keydiff"])
+def test_a_request_with_a_known_beginning_reads_only_the_rest(method):
+    model, prefixes = FAMILIES["qwen2"].build(2), kvcompress.PrefixCache(gb=1)
+    beginning, *questions = prompts_of(60, 5, 7, 6)
+    prompts, read = [beginning + question for question in questions], []
+    arguments = {"budget": 9, "decode_budget": 9, "decode_interval": 2}
+    expected = [alone(model, prompt, 6, method, **arguments) for prompt in prompts]
+    handle = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[-1]), with_kwargs=True
+    )
+    with paged.compress(model, method, **arguments, prefix_cache=prefixes), handle:
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            assert answers(model, pages_config(8, 40), [prompt], [6]) == [tokens]
+    assert [tokens for tokens in read if tokens > 1] == [64, 7, 6]  # and decoded tokens one by one
+    assert (prefixes.prompt_tokens, prefixes.reused_tokens) == (60 * 3 + 18, 120)
+
+
+def test_several_answers_to_one_prompt_start_after_its_known_beginning():
+    model, (prompt,) = FAMILIES["qwen2"].build(2), prompts_of(40)
+    arguments = {"budget": 9, "decode_budget": 9, "decode_interval": 2}
+    expected, prefixes = alone(model, prompt, 12, "snapkv", **arguments), kvcompress.PrefixCache(gb=1)
+    two = copy.deepcopy(GREEDY)
+    two.num_return_sequences = 2
+    with paged.compress(model, "snapkv", **arguments, prefix_cache=prefixes):
+        for _ in range(2):
+            found = model.generate_batch([prompt], two, continuous_batching_config=pages_config(8, 40, 64))
+            assert [answer.generated_tokens for answer in found.values()] == [expected] * 2
+    assert prefixes.reused_tokens == 38
+
+
+def test_layers_with_a_sliding_window_share_no_prefixes_and_say_so(caplog):
+    model, (prompt,) = MORE_FAMILIES["gemma3"].build(), prompts_of(9)
+    arguments, prefixes = {"budget": 5, "decode_budget": 5, "decode_interval": 2}, kvcompress.PrefixCache(gb=1)
+    expected = alone(model, prompt, 6, "keydiff", **arguments)
+    with paged.compress(model, "keydiff", **arguments, prefix_cache=prefixes):
+        assert answers(model, pages_config(4, 9), [prompt] * 2, [6] * 2) == [expected] * 2
+    assert "share no prefixes" in caplog.text
+    assert prefixes.nbytes == 0
+
+
 def test_a_decoded_token_meets_the_entries_of_its_own_request_alone(monkeypatch):
     model, met = FAMILIES["qwen2"].build(2), []
 
@@ -318,7 +381,6 @@ REFUSED = {
     "moved": ("streamingllm", {"positions": "cache"}, "keys would have to be rotated again"),
     "fed again": ("snapkv", {"first_token": "compressed"}, "feeds no token twice"),
     "chunks": ("snapkv", {"prefill_chunk": 8}, "the scheduler chooses the chunks"),
-    "prefixes": ("snapkv", {"prefix_cache": kvcompress.PrefixCache(gb=1)}, "feeds every token of a prompt"),
     "storage": ("snapkv", {"cache_implementation": "offloaded"}, "pages are the storage"),
 }
 
