@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .hooks.session import Session, attach, compress
     from .hooks.shared_prompt import SharedPrompt
     from .inflight import Answer, Request
+    from .policy.passages import token_spans
     from .scoring.budget import Budget
     from .scoring.layer_view import Kept, LayerView
     from .scoring.rows import handles_padding
@@ -44,6 +45,7 @@ _LATER = {
     "compress": "hooks.session",
     "handles_padding": "scoring.rows",
     "make_cluster": "clusters.base",
+    "token_spans": "policy.passages",
 }
 
 __all__ = [
@@ -69,6 +71,7 @@ __all__ = [
     "list_methods",
     "make_cluster",
     "register_method",
+    "token_spans",
 ]
 
 
