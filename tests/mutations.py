@@ -707,6 +707,13 @@ MUTATIONS = {
         "a request behind a known prefix chooses with the queries of its rest alone",
         (CORE + "paged/test_paged.py::test_a_request_with_a_known_beginning_reads_only_the_rest",),
     ),
+    "pages-forget-the-adapter": Mutation(
+        "hooks/prefix_cache.py",
+        'identity = (*self._cache._identity(*self._model), "pages", self._rotated)',
+        'identity = ("pages", self._rotated)',
+        "requests go on behind states of another adapter, which a manager outlasts",
+        (CORE + "paged/test_paged.py::test_a_manager_that_outlasts_an_adapter_shares_nothing_of_it",),
+    ),
     "forked-requests-share-states": Mutation(
         "paged/request.py",
         "twin.rotary, twin.states = list(self.rotary), list(self.states)",

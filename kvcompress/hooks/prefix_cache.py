@@ -4,7 +4,6 @@ The tree is in `cache.prefix_tree`; `resumed_prompt` continues a prompt after it
 
 import sys
 import weakref
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -78,37 +77,41 @@ class PrefixCache:
             self.prompt_tokens += sum(cache.announced.lengths)
         if not self._tree.room:
             return prompt.attach(decoder, cache, wanted)
-        return prompt.attach(decoder, cache, wanted, self._tree, self.identity(decoder, attention))
+        return prompt.attach(decoder, cache, wanted, self._tree, self._identity(decoder, attention))
 
-    def identity(self, decoder: PreTrainedModel, attention: str) -> tuple[object, ...]:
+    def _identity(self, decoder: PreTrainedModel, attention: str) -> tuple[object, ...]:
         """Return what prompts must have in common to share: the decoder in its present state."""
         model = self._models.setdefault(decoder, object())  # unlike an id, it is never reused
         return (model, attention, decoder.dtype, *adapters_at_work(decoder))
 
     def of_requests(self, decoder: PreTrainedModel, attention: str, rotated: bool) -> "RequestPrefixes | None":
         """Return the part for text requests in pages, None if it keeps nothing; `rotated` if it has their rotation."""
-        if not self._tree.room:
-            return None
-        return RequestPrefixes(self, self._tree, (*self.identity(decoder, attention), "pages", rotated))
+        return RequestPrefixes(self, decoder, attention, rotated) if self._tree.room else None
 
 
-@dataclass(frozen=True)
 class RequestPrefixes:
-    """Prefixes of text requests that the decoder gets as token ids, counted from position 0."""
+    """Prefixes of text requests that a decoder gets as token ids, counted from position 0.
 
-    cache: PrefixCache
-    tree: PrefixTree
-    identity: tuple[object, ...]
+    The decoder's state is looked up for each request: a manager may outlast an adapter."""
+
+    def __init__(self, cache: PrefixCache, decoder: PreTrainedModel, attention: str, rotated: bool):
+        self._cache, self._tree, self._rotated = cache, cache._tree, rotated
+        self._model = decoder, attention
 
     def find(self, prompt: list[int]) -> Path:
         """Find the longest known prefix; `PrefixTree.find`."""
-        return self.tree.find(self.identity, given_by({"input_ids": torch.tensor([prompt])}, 0, 0))
+        return self._tree.find(*self._key(prompt))
 
     def took(self, tokens: int) -> None:
         """Count tokens of a prefix that a request starts with."""
-        self.tree.reused_tokens += tokens
+        self._tree.reused_tokens += tokens
 
     def add(self, prompt: list[int], computed: Columns) -> None:
         """Add a prompt with the states of all its tokens."""
-        self.cache.prompt_tokens += len(prompt)
-        self.tree.add(self.identity, given_by({"input_ids": torch.tensor([prompt])}, 0, 0), computed, 0)
+        self._cache.prompt_tokens += len(prompt)
+        self._tree.add(*self._key(prompt), computed, 0)
+
+    def _key(self, prompt: list[int]) -> tuple[object, Columns]:
+        """Return who may share, and what identifies the tokens."""
+        identity = (*self._cache._identity(*self._model), "pages", self._rotated)
+        return identity, given_by({"input_ids": torch.tensor([prompt])}, 0, 0)

@@ -217,6 +217,8 @@ class Eviction:
                 request.rotary.append(chunk.of_columns(known))
                 request.known_rotation = []
             request.rotary.append(chunk)
+            if reading.slots is not None:
+                request.rotary = [self._joined(request.rotary)]
         if self.policy.query_window or self.policy.needs_sums or self._prefixes is not None:
             own = queries[:, :, reading.tokens]
             layer.queries.append(
@@ -235,7 +237,7 @@ class Eviction:
             request.states += [asked[0], keys[0], values[0]]
             if choice.place == len(request.layers) - 1:
                 self._remember(request)
-        prefill.after_attention(asked, scaling, module, self._joined(request.rotary))
+        prefill.after_attention(asked, scaling, module, request.rotary[0] if request.rotary else None)
         kept = layer.memory.kept()
         layer.memory.storage = None
         if kept.indices.shape[2] < len(reading.slots):
@@ -244,8 +246,7 @@ class Eviction:
 
     def _remember(self, request: PagedRequest) -> None:
         """Add a prompt to the prefix cache, for other requests."""
-        rotary = self._joined(request.rotary)
-        rotation = [] if rotary is None else [part[0] for part in rotary.per_column()]
+        rotation = [part[0] for rotary in request.rotary for part in rotary.per_column()]
         self._prefixes.add(request.prompt, request.states + rotation)
         request.states = []
 
@@ -304,9 +305,6 @@ class Eviction:
         return self._rotary.of_columns([part[0, tokens] for part in self._rotary.per_column()])
 
     @staticmethod
-    def _joined(chunks: list[Rotary]) -> Rotary | None:
-        if len(chunks) < 2:
-            return chunks[0] if chunks else None
-        return chunks[0].of_columns(
-            [torch.cat(parts, 1) for parts in zip(*(c.per_column() for c in chunks), strict=True)]
-        )
+    def _joined(chunks: list[Rotary]) -> Rotary:
+        parts = zip(*(chunk.per_column() for chunk in chunks), strict=True)
+        return chunks[0].of_columns([torch.cat(part, 1) for part in parts])

@@ -84,11 +84,10 @@ def compress(
         raise KVCompressError(
             f"all layers of {type(inner).__name__} have a sliding window: there is nothing to compress"
         )
-    if prefix_cache is not None and (set(kinds) != {pages.FULL_ATTENTION} or is_rotated_by_length(decoder)):
-        say_once(
-            f"prefix_cache=: requests to {type(inner).__name__} share no prefixes, because it has sliding windows or "
-            "rotates tokens by the prompt's length"
-        )
+    has_windows = set(kinds) != {pages.FULL_ATTENTION}
+    if prefix_cache is not None and (has_windows or is_rotated_by_length(decoder)):
+        reason = "has layers with a sliding window" if has_windows else "rotates tokens by the prompt's length"
+        say_once(f"prefix_cache=: requests share no prefixes, because {type(inner).__name__} {reason}")
         prefix_cache = None
     return PagedSession(inner, decoder, policy, pages, prefix_cache)
 
@@ -209,10 +208,9 @@ class PagedSession:
         if not isinstance(cache, self._pages.CompressedPagedCache):
             from .eviction import Eviction
 
-            prefixes = None
-            if self._prefix_cache is not None:
-                rotated = self.policy.watches_rotary
-                prefixes = self._prefix_cache.of_requests(self._decoder, self._base, rotated)
+            prefixes = self._prefix_cache
+            if prefixes is not None:
+                prefixes = prefixes.of_requests(self._decoder, self._base, self.policy.watches_rotary)
             eviction = Eviction(self.policy, self.model.config, prefixes)
             self._pages.adopt(cache, processor.inputs_and_outputs, processor.scheduler, eviction)
             self._evictions.append(eviction)

@@ -1,21 +1,21 @@
 """Where passages of a prompt's text are among its tokens."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import KVCompressError
 
-
-class Decodes(Protocol):
-    """A tokenizer, or a processor with one."""
-
-    def decode(self, token_ids: list[int], **options: object) -> str: ...
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 
-def token_spans(tokenizer: Decodes, input_ids: Sequence[int] | torch.Tensor, *passages: str) -> str:
+def token_spans(
+    tokenizer: "PreTrainedTokenizerBase | ProcessorMixin", input_ids: Sequence[int] | torch.Tensor, *passages: str
+) -> str:
     """Return the tokens of passages of a prompt, as `protect=` and `fair=` take them.
 
     ```python
@@ -56,9 +56,5 @@ def _span(decode: Callable[[list[int]], str], ids: list[int], passage: str) -> s
 
 
 def _first(most: int, holds: Callable[[int], bool]) -> int:
-    """Return the least number up to `most` from which on `holds`, by bisection."""
-    below = 0
-    while most - below > 1:
-        middle = (below + most) // 2
-        below, most = (below, middle) if holds(middle) else (middle, most)
-    return most
+    """Return the least number of 1 to `most` from which on `holds` is true."""
+    return 1 + bisect_left(range(1, most), True, key=holds)

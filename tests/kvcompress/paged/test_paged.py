@@ -228,9 +228,14 @@ def test_the_same_prompt_twice_and_several_answers_to_one():
         assert session.pages_in_use == 0
 
 
-@given(case=cases(longest=30, requests=3), shared=st.integers(1, 40), gb=st.sampled_from([1.0, 20e-6]))
+@given(
+    case=cases(longest=30, requests=3),
+    shared=st.integers(1, 40),
+    gb=st.sampled_from([1.0, 20e-6]),
+    spare=st.sampled_from([0, 3, 200]),
+)
 @examples(4)
-def test_requests_that_begin_alike_share_the_prefill_and_get_the_tokens_that_they_get_alone(case, shared, gb):
+def test_requests_that_begin_alike_share_the_prefill_and_get_the_tokens_that_they_get_alone(case, shared, gb, spare):
     assume(case.method != "keydiff" or all(len({*prompt}) > 2 for prompt in case.prompts))
     model, prefixes = FAMILIES["qwen2"].build(2), kvcompress.PrefixCache(gb=gb)
     arguments = dict(case.arguments) | calibration_of(case.method, model)
@@ -281,13 +286,27 @@ def test_several_answers_to_one_prompt_start_after_its_known_beginning():
     assert prefixes.reused_tokens == 38
 
 
+def test_a_manager_that_outlasts_an_adapter_shares_nothing_of_it():
+    model, prompts = FAMILIES["qwen2"].build(2), prompts_of(40)
+    model, prefixes = copy.deepcopy(model), kvcompress.PrefixCache(gb=1)
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.base_layer, projection.active_adapters = torch.nn.Identity(), ["default"]
+    with paged.compress(model, "snapkv", budget=9, prefix_cache=prefixes):
+        for adapter, reused in (("default", 0), ("other", 0), ("other", 39)):
+            projection.active_adapters = [adapter]
+            model.generate_batch(
+                prompts, GREEDY, continuous_batching_config=pages_config(8, 9), persistent_manager=True
+            )
+            assert prefixes.reused_tokens == reused
+
+
 def test_layers_with_a_sliding_window_share_no_prefixes_and_say_so(caplog):
     model, (prompt,) = MORE_FAMILIES["gemma3"].build(), prompts_of(9)
     arguments, prefixes = {"budget": 5, "decode_budget": 5, "decode_interval": 2}, kvcompress.PrefixCache(gb=1)
     expected = alone(model, prompt, 6, "keydiff", **arguments)
     with paged.compress(model, "keydiff", **arguments, prefix_cache=prefixes):
         assert answers(model, pages_config(4, 9), [prompt] * 2, [6] * 2) == [expected] * 2
-    assert "share no prefixes" in caplog.text
+    assert "share no prefixes, because Gemma3ForConditionalGeneration has layers with a sliding window" in caplog.text
     assert prefixes.nbytes == 0
 
 
