@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 from .counts import Counts, place, touched
-from .tensors import CUDA, CudaTensor, Made, attention, current, on_cuda
+from .tensors import CUDA, CudaTensor, Made, attention, current, inner_of, mapped, on_cuda
 
 H200 = SimpleNamespace(
     name="Pretended H200",
@@ -243,7 +242,7 @@ def _triton(gpu: PretendedCuda) -> list[Any]:
         from triton.runtime import interpreter
     except ImportError:
         return []
-    launcher = interpreter.InterpretedFunction.__getitem__
+    launcher, remap = interpreter.InterpretedFunction.__getitem__, interpreter._patch_lang
 
     def counted(kernel: Any, grid: Any) -> Callable:
         interpreted = launcher(kernel, grid)
@@ -254,7 +253,7 @@ def _triton(gpu: PretendedCuda) -> list[Any]:
                 raise ValueError(f"Pointer argument cannot be accessed from Triton (cpu tensor?) at {place()}")
             sizes = {each.data_ptr(): touched(each.inner) for each in given}
             gpu.counts.launch(f"triton {kernel.fn.__name__}", 1, sum(sizes.values()))
-            args, kwargs = tree_map_only(CudaTensor, lambda each: each.inner, (args, kwargs))
+            args, kwargs = mapped(inner_of, (args, kwargs))
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 return interpreted(*args, **kwargs)
 
@@ -270,7 +269,14 @@ def _triton(gpu: PretendedCuda) -> list[Any]:
         product = np.matmul(as_numbers(a), as_numbers(b), dtype=d.data.dtype)
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
+    def remapped_once(function: Any) -> Any:
+        """Have the language's functions interpreted; Triton does so again for each function that a kernel calls."""
+        languages = [each for each in function.__globals__.values() if each is tl or each is tl.core]
+        is_done = not any(tl.core.is_builtin(language.load) for language in languages)
+        return interpreter._LangPatchScope() if is_done else remap(function)
+
     return [
+        mock.patch.object(interpreter, "_patch_lang", remapped_once),
         mock.patch.object(interpreter.InterpretedFunction, "__getitem__", counted),
         mock.patch.object(interpreter.InterpreterBuilder, "create_dot", create_dot),
     ]
