@@ -1,7 +1,6 @@
 """Evict, then quantize: few bits, quantized once, close to full precision."""
 
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import kvcompress
 from kvcompress.cache.storage.quantized import QuantizedStorage
 from kvcompress.check.reference import generate
 from kvcompress.kernels import compiled, grouped, grouped_cpu
-from kvcompress.kernels.quantization import BITS, PACKAGES, Quantizer
+from kvcompress.kernels.quantization import BITS, PACKAGES, Quantizer, unpacked
 from kvcompress.scoring.layer_view import Kept
 from tests.support.calibrations import calibration_of
 from tests.support.examples import paired, some
@@ -25,20 +24,9 @@ EIGHT = {"cache_implementation": "quantized", "kv_backend": "hqq", "kv_bits": 8,
 MODEL = FAMILIES["qwen2"].build()
 
 
-def unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    return torch.cat([packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)])
-
-
-@pytest.fixture(autouse=True)
-def quanto_in_plain_torch(monkeypatch, request):
-    """At its first use quanto compiles how numbers are unpacked, which takes most of a minute."""
-    if request.node.get_closest_marker("slow") is None:
-        monkeypatch.setattr(cpp.ext, "_lib", SimpleNamespace(unpack=unpacked))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", BITS["quanto"])
-def test_quantos_compiled_unpacking_is_that_of_the_other_tests(bits):
+def test_quantos_compiled_operator_unpacks_the_same(bits):
     packed = torch.arange(256, dtype=torch.uint8)[:, None].expand(-1, 3).contiguous()
     assert torch.equal(cpp.ext.lib.unpack(packed, bits), unpacked(packed, bits))
 
