@@ -59,7 +59,7 @@ class CompactorKVCluster(KVCluster):
 
     def _blending(self, view: LayerView) -> list[float]:
         budgets = view.mean_budgets or view.budgets
-        evicted = [1 - budget / tokens for budget, tokens in zip(budgets, view.tokens, strict=True)]
+        evicted = [(tokens - budget) / max(tokens, 1) for budget, tokens in zip(budgets, view.tokens, strict=True)]
         return evicted if self.blending is None else [self.blending] * len(evicted)
 
 

@@ -124,6 +124,17 @@ def test_an_explicit_context_and_a_missing_one():
         generate(model, inputs, 1)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prompt_without_a_context_is_kept_beside_another(method):
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [1, 12])
+    given = {"scope": "context", "context_tokens": -3, **calibration_of(method, model)}
+    with kvcompress.compress(model, method, 0.3, **given) as session:
+        _, logits = generate(model, inputs, 1)
+    assert torch.isfinite(logits).all()
+    assert all(head.numel() for head in session.cache.kept_indices(0)[0])
+
+
 def test_ratio_of_vision_counts_the_vision_tokens_of_an_explicit_context_only():
     family = FAMILIES["qwen2-vl"]
     model = family.build()
