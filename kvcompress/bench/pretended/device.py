@@ -100,6 +100,7 @@ class PretendedCuda:
         self._exits = contextlib.ExitStack()
         for name, stand_in in _torch_cuda(self).items():
             self._exits.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        self._exits.enter_context(mock.patch.object(torch.profiler, "profile", _of_the_cpu(torch.profiler.profile)))
         torch._C._ensureCUDADeviceGuardSet()
         overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)
@@ -232,6 +233,15 @@ def _torch_cuda(gpu: PretendedCuda) -> dict[str, Any]:
         "Stream": Stream,
         "Event": Event,
     }
+
+
+def _of_the_cpu(profile: Callable) -> Callable:
+    """Return a profiler that records nothing of a device: the driver would fail at each operation."""
+
+    def profiled(*, activities: list[Any], **kwargs: Any) -> Any:
+        return profile(activities=[each for each in activities if each.name == "CPU"], **kwargs)
+
+    return profiled
 
 
 def _triton(gpu: PretendedCuda) -> list[Any]:
