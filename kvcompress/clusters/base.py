@@ -47,6 +47,7 @@ class KVCluster(Method):
     unrotated_keys: ClassVar[bool] = False  # `score` calls `view.before_rotation(keys)`
     future_rotation: ClassVar[bool] = False  # `score` calls `view.future_rotation(...)`
     sinks_on_top: ClassVar[bool] = False  # `ratio` leaves out the first `sinks` tokens, which are kept in addition
+    biases_keys: ClassVar[bool] = False  # keys have one more channel, the last: a bias that is added to their logits
     mixes_heads: ClassVar[bool] = False  # a KV head's scores depend on other heads' states: no tensor parallelism
 
     @property

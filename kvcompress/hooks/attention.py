@@ -126,6 +126,7 @@ def attend_to_others(base: str, attend: Callable, module: torch.nn.Module, query
     if given.in_place:  # over the entries now stored
         return attend_to_kept(base, attend, module, query, key, value, given.kv_layer, given, **kwargs)
     mask = None if given.mask is None else given.mask[:, :, -queries:]
+    query = with_bias_channel(query, key, kwargs["scaling"])
     return attend_under(base, attend, module, query, key, value, mask, **kwargs)
 
 
@@ -133,6 +134,7 @@ def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, 
     """Run the base implementation over a layer's kept entries, under the layer's mask, which is then stored in `given`.
 
     Other arguments are as in `compressed_attention`."""
+    query = with_bias_channel(query, key, kwargs["scaling"])
     if layer.decodes_in_place:
         if can_decode_in_place(base, kwargs):
             return layer.storage.decode(query, kwargs["scaling"]).transpose(1, 2), None
@@ -147,10 +149,20 @@ def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, 
     return result
 
 
+def with_bias_channel(query: torch.Tensor, key: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return queries whose logits have the bias that each key holds in a channel more than they have, if it does."""
+    if key.shape[3] == query.shape[3]:
+        return query
+    return torch.nn.functional.pad(query, (0, 1), value=1 / scaling)
+
+
 def attend_under(base: str, attend: Callable, module: torch.nn.Module, query, key, value, mask, **kwargs):
     """Run the base implementation under a mask for one or all KV heads.
 
     The mask is bool (batch, 1 or kv_heads, queries, keys) or None; other arguments are as in `compressed_attention`."""
+    if "flash" in base and (more := key.shape[3] - value.shape[3]) > 0:  # it takes states of one size
+        value = torch.nn.functional.pad(value, (0, more))
+        return attend_under(base, attend, module, query, key, value, mask, **kwargs)[0][..., :-more], None
     if mask is None or mask.shape[1] == 1:
         return attend(module, query, key, value, base_mask_format(base, mask, query.dtype), **kwargs)
     batch, kv_heads = key.shape[:2]

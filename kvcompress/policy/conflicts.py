@@ -12,12 +12,14 @@ from .policy import Policy
 
 SCORER, CALIBRATION, MEASURED = "scorer=", "calibration=", "a measured layer_budget="
 HIDDEN_STATES = "a method that reads hidden states"
+BIASES = "a bias of each key"
 DECODE_EVICTION, PREFILL_CHUNK, FAIR = "decode_budget= or decode_ratio=", "prefill_chunk=", "fair="
 MOVED_KEYS = "positions='cache' while decoding evicts"
 TENSOR_PARALLEL, PAGES, SPEECH = "tensor parallelism", "continuous batching", "spoken answers"
 
 CHOICE = ("keep", "select", "update_kv")  # what a method overrides that chooses by more than scores
 STORED_ONCE = "it stores an entry once and for all; dynamic and offloaded do go"
+FITTED = "it fits biases and values to a prompt's queries"
 SHARED_TABLE = "all layers and KV heads share a request's page table, so each keeps as many entries"
 
 
@@ -93,7 +95,16 @@ CONFLICTS = (
         "it looks at queries",
         lambda policy: policy.cluster.reads_hidden and policy.layer_budget.asks_queries,
     ),
+    Conflict(BIASES, "positions", "a rotation has no channel for it", lambda policy: policy.moves_keys),
+    Conflict(BIASES, "merge", "values are fitted already", lambda policy: policy.chosen("merge") != "none"),
+    Conflict(
+        BIASES,
+        "cache_implementation",
+        "it would be rounded with the keys; dynamic, static and offloaded do go",
+        lambda policy: policy.engine.cache_implementation in ("quantized", "think"),
+    ),
     Conflict(DECODE_EVICTION, "cache_implementation", STORED_ONCE, _stores_once),
+    Conflict(DECODE_EVICTION, "method", FITTED, lambda policy: policy.cluster.biases_keys),
     # Keys that were noted before they moved would undo a merge, or would be taken for the method's own note.
     Conflict(MOVED_KEYS, "merge", "keys move", lambda policy: policy.chosen("merge") != "none"),
     Conflict(MOVED_KEYS, "method", "it takes notes of keys", lambda policy: _overrides(type(policy.cluster), "note")),
@@ -170,6 +181,7 @@ CONFLICTS = (
         PAGES, "method", "it reads hidden states, which pages never see", lambda policy: policy.cluster.reads_hidden
     ),
     Conflict(PAGES, "positions", "keys would have to be rotated again", lambda policy: policy.moves_keys),
+    Conflict(PAGES, "method", "pages have no channel for the bias of a key", lambda policy: policy.cluster.biases_keys),
     Conflict(PAGES, "scope", "a request does not say where its question begins"),
     Conflict(PAGES, "ratio_of", "requests are text"),
     Conflict(PAGES, "protect", "pages are planned without a prompt's protected tokens"),

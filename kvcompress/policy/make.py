@@ -12,6 +12,7 @@ from ..scoring.budget import Budget
 from ..scoring.merging import MERGES
 from ..tokens.base import TokenMethod
 from .conflicts import (
+    BIASES,
     CALIBRATION,
     DECODE_EVICTION,
     FAIR,
@@ -114,7 +115,7 @@ def _check_parts(policy: Policy, info: MethodInfo, scored_by: MethodInfo) -> Non
         raise unknown_name("there is no merge", policy.chosen("merge"), merges)
     if policy.engine.merge_modality != "any" and policy.chosen("merge") == "none":
         raise KVCompressError(f"merge_modality={policy.engine.merge_modality!r} needs merge=")
-    check_conflicts(policy, CALIBRATION, MEASURED, HIDDEN_STATES)
+    check_conflicts(policy, CALIBRATION, MEASURED, HIDDEN_STATES, *([BIASES] if policy.cluster.biases_keys else []))
     if policy.decode is not None:
         check_conflicts(policy, DECODE_EVICTION, *([MOVED_KEYS] if policy.moves_keys else []))
     if policy.engine.prefill_chunk is not None:
