@@ -26,7 +26,7 @@ AUTHORS, KVPRESS, VLLM, FORMULA, PARTS, DRAWS = "authors' code", "kvpress", "vll
 LIGHTCOMPRESS = "LightCompress"
 CHECKED_BY = {
     **dict.fromkeys(("adakv", "cake", "cam", "chunkkv", "criticalkv", "csp", "d2o", "h2o", "infinipot-v"), AUTHORS),
-    "defensivekv": AUTHORS,
+    **dict.fromkeys(("attention-matching", "defensivekv"), AUTHORS),
     **dict.fromkeys(("knorm", "kvzip", "lagkv", "look-m", "meda", "mixkv", "prefixkv", "pyramidkv", "r-kv"), AUTHORS),
     **dict.fromkeys(("snapkv", "streamingllm", "tgv-kv", "tova"), AUTHORS),
     **dict.fromkeys(("cdpruner", "divprune", "dycoke", "evs", "fastv", "fastvid", "framefusion", "holitom"), AUTHORS),

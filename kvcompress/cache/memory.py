@@ -168,10 +168,6 @@ class Memory:
         known = [part for part in (self.sums, self.noted, self.attended) if part is not None]
         return sum(tensor.untyped_storage().nbytes() for tensor in [*tensors, *self.latest_queries, *known])
 
-    def as_stored(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the model's keys with a channel for their bias, which is 0, if the method gives keys one."""
-        return torch.nn.functional.pad(keys, (0, 1)) if self._policy.cluster.biases_keys else keys
-
     # -- a prompt
 
     def look_at(self, queries: torch.Tensor, kv_heads: int, tokens: NewTokens) -> None:

@@ -86,7 +86,7 @@ class Decoding(Pass):
         return self._hiding.hidden
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
-        storage, keys = self.memory.storage, self.memory.as_stored(keys)
+        storage, keys = self.memory.storage, self.choice.as_stored(keys)
         with torch.no_grad():
             storage.append(keys, values)
         return (keys, values) if storage.decodes_in_place and self.hidden is None else storage.read()
@@ -183,7 +183,7 @@ class Prefill(Pass):
         if self.memory.storage is None:
             return keys, values
         old = self.memory.storage.read()
-        return torch.cat([old[0], self.memory.as_stored(keys)], dim=2), torch.cat([old[1], values], dim=2)
+        return torch.cat([old[0], self.choice.as_stored(keys)], dim=2), torch.cat([old[1], values], dim=2)
 
     def mask(self, query_length: int) -> torch.Tensor:
         device, batch = self._staged[0].device, len(self.tokens.lengths)
@@ -204,7 +204,7 @@ class Prefill(Pass):
     ) -> Pass:
         (keys, values), self._staged = self._staged, None
         self.memory.begin(self.tokens)
-        return self._compress(States(queries, self.memory.as_stored(keys), values, scaling, module, rotary))
+        return self._compress(States(queries, self.choice.as_stored(keys), values, scaling, module, rotary))
 
     def _compress(self, states: States) -> Pass:
         """Store the entries that the cluster keeps, or let the prompt wait if the choice depends on all layers."""

@@ -67,6 +67,10 @@ class KVCluster(Method):
         By default the option `window_size`, or 32. A method that uses no queries sets 0 and gets None."""
         return getattr(self, "window_size", 32)
 
+    def as_stored(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return the model's keys with a channel for their bias, which is 0, if the method gives keys one."""
+        return torch.nn.functional.pad(keys, (0, 1)) if self.biases_keys else keys
+
     def score(
         self, queries: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, view: LayerView
     ) -> torch.Tensor:

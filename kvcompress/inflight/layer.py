@@ -174,7 +174,7 @@ class SlotLayer(DecodingLayer):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Take new states (slots, kv_heads, 1, head_dim); return the keys and values to attend to."""
-        slots, device = self._slots, key_states.device
+        slots, device, key_states = self._slots, key_states.device, self.policy.cluster.as_stored(key_states)
         with torch.no_grad():
             self.storage.append(key_states, value_states, slots.seen.to(device), slots.active.to(device))
         keys, values = (key_states, value_states) if self.decodes_in_place else self.storage.read()

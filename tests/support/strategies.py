@@ -23,6 +23,7 @@ LEARNED = sorted(name for name, info in kvcompress.list_methods().items() if iss
 METHODS = sorted(filter(None, os.environ.get("METHODS", "").split(","))) or sorted(
     {name for name, info in kvcompress.list_methods().items() if issubclass(info.cls, kvcompress.KVCluster)}
     - {"full", *LEARNED}  # these need a checkpoint: tests/kvcompress/learned/
+    - {"attention-matching"}  # keeps no subset: clusters/test_attention_matching.py
 )
 # Together they cover every path through the engine: position, window, layers that differ, adaptive heads, sums,
 # measured budgets, merging, queries before RoPE, a second pass. For tests of what is the same for every method.

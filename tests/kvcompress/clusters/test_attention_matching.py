@@ -1,0 +1,218 @@
+"""Attention Matching keeps keys with a bias and fitted values, whatever stores them, and attends as that says."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+import kvcompress
+from kvcompress.check.reference import generate, keys_of, only_attending_to
+from kvcompress.clusters.attention_matching import AttentionMatchingKVCluster
+from kvcompress.scoring.layer_view import LayerView
+from tests.support.examples import examples
+from tests.support.families import FAMILIES
+from tests.support.in_flight import check_in_flight
+from tests.support.kept import kept_of
+from tests.support.strategies import cases
+
+METHOD, NEW, TOLERANCE = "attention-matching", 4, 1e-4
+ALONE = {"bias": "none", "values": "own"}  # eviction alone
+QWEN2 = FAMILIES["qwen2"]
+STORAGES = [
+    {},
+    {"cache_implementation": "static", "max_new_tokens": 32},
+    {"cache_implementation": "offloaded"},
+    {"cache_implementation": "offloaded_static", "max_new_tokens": 32},
+]
+
+
+def drawn_options(data):
+    heads = data.draw(st.sampled_from([{}, {"head_budget": "adaptive"}, {"head_budget": "shared"}]))
+    layers = data.draw(st.sampled_from(["uniform", "pyramid"]))
+    fixed = {"layer_budget": layers, "merge": "none", "merge_modality": "any"}
+    return {**heads, **fixed, "references": data.draw(st.sampled_from([7, 100_000]))}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@examples(4)
+@given(data=st.data())
+def test_with_neither_part_it_decodes_as_the_full_cache_under_a_mask_that_hides_what_was_dropped(family, data):
+    case = data.draw(cases(family, METHOD))
+    with case.compress(**ALONE, **drawn_options(data)) as session:
+        tokens, logits = generate(case.model, case.inputs, NEW)
+    with only_attending_to(case.model, kept_of(session.cache)):
+        _, expected = generate(case.model, case.inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@examples(4)
+@given(data=st.data())
+def test_storages_heads_and_batches_do_not_change_the_logits(family, data):
+    case, asked = data.draw(cases(family, METHOD)), drawn_options(data)
+    with case.compress(**asked) as session:
+        tokens, expected = generate(case.model, case.inputs, NEW)
+    for storage in STORAGES[1:]:
+        with case.compress(**asked, **storage):
+            _, logits = generate(case.model, case.inputs, NEW, forced=tokens)
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    if asked["references"] > 7:  # thinned-out queries of one row are others than those of a batch's
+        with case.compress(**asked):
+            _, logits = generate(case.model, case.family.solo(case.inputs, 0), NEW, forced=tokens[:1])
+        torch.testing.assert_close(logits[0], expected[0], atol=1e-3, rtol=0)
+    assert session.cache.nbytes > 0
+
+
+def test_a_ratio_of_one_gives_the_logits_of_the_unhooked_model_but_for_the_rounding_of_a_channel_more():
+    model, inputs = QWEN2.build(), QWEN2.inputs(QWEN2.build(), [40, 23])
+    _, expected = generate(model, inputs, NEW)
+    with kvcompress.compress(model, METHOD, 1.0):
+        _, logits = generate(model, inputs, NEW)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("family", "heads"), [("qwen2", "uniform"), ("llava-onevision", "adaptive")])
+def test_a_step_adds_the_bias_of_each_key_to_its_logits(family, heads):
+    """The reference is plain attention over what the cache says that it holds."""
+    model = FAMILIES[family].build()
+    inputs = FAMILIES[family].inputs(model, [60])
+    with kvcompress.compress(model, METHOD, 0.3, head_budget=heads) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    held = [layer.storage.read() for layer in session.cache.compressed_layers]
+    hidden = [layer.storage.visible() for layer in session.cache.compressed_layers]
+    assert all(keys.shape[-1] == values.shape[-1] + 1 for keys, values in held)
+    assert all(bool(keys[..., -1].abs().max() > 0.1) for keys, _ in held)
+    prompt = inputs["input_ids"].shape[1]
+
+    def attention(module, query, key, value, mask, scaling, **kwargs):
+        layer = keys_of(module)
+        bias = torch.zeros(key.shape[:3])
+        if key.shape[2] > prompt:  # behind the prompt: what the cache holds of it, and the tokens since
+            new, (keys, values) = key.shape[2] - prompt, held[layer]
+            of_prompt = keys.shape[2] - (NEW - 1)  # NEW - 1 tokens were fed
+            key = torch.cat([keys[:, :, :of_prompt, :-1], key[:, :, -new:]], 2)
+            value = torch.cat([values[:, :, :of_prompt], value[:, :, -new:]], 2)
+            bias = torch.nn.functional.pad(keys[:, :, :of_prompt, -1], (0, new))
+            if hidden[layer] is not None:
+                unused = ~hidden[layer].expand(*keys.shape[:3])[..., :of_prompt]
+                bias[..., :of_prompt] = bias[..., :of_prompt].masked_fill(unused, -torch.inf)
+        groups = query.shape[1] // key.shape[1]
+        products = query @ key.repeat_interleave(groups, 1).mT * scaling + bias.repeat_interleave(groups, 1)[:, :, None]
+        if query.shape[2] > 1:
+            products = products.masked_fill(torch.ones(products.shape[-2:]).triu(1).bool(), -torch.inf)
+        return (products.softmax(-1) @ value.repeat_interleave(groups, 1)).transpose(1, 2), None
+
+    config = model.config.get_text_config(decoder=True)
+    before = config._attn_implementation
+    AttentionInterface.register("biased_reference", attention)
+    AttentionMaskInterface.register("biased_reference", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    config._attn_implementation = "biased_reference"
+    try:
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    finally:
+        config._attn_implementation = before
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+def drawn(seed, columns=60, kv_heads=2, head_dim=8):
+    generator = torch.Generator().manual_seed(seed)
+    queries = torch.randn(1, 2 * kv_heads, columns, head_dim, generator=generator)
+    keys, values = (torch.randn(1, kv_heads, columns, head_dim, generator=generator) for _ in range(2))
+    return queries, torch.nn.functional.pad(keys, (0, 1)), values
+
+
+def errors(cluster, seed, budget):
+    """How far attention to what is kept is from attention to all, by the reference queries: outputs, and masses."""
+    queries, keys, values = drawn(seed)
+    kept = cluster.update_kv(queries, keys, values, LayerView(0, 1, [60], [budget], 8**-0.5))
+    asked = queries.reshape(2, -1, 8)
+    full = asked @ keys[0, ..., :-1].mT * 8**-0.5
+    ours = asked @ kept.keys[0, ..., :-1].mT * 8**-0.5 + kept.keys[0, :, None, :, -1]
+    outputs = (ours.softmax(-1) @ kept.values[0] - full.softmax(-1) @ values[0]).square().mean()
+    highest = full.amax(-1, keepdim=True)
+    masses = ((ours - highest).exp().sum(-1) - (full - highest).exp().sum(-1)).square().mean()
+    return float(outputs), float(masses)
+
+
+@pytest.mark.parametrize("budget", [4, 15, 30, 50])
+def test_each_fit_is_nearer_to_attention_to_all(budget):
+    for seed in range(5):
+        found = {
+            (bias, values): errors(AttentionMatchingKVCluster(bias=bias, values=values), seed, budget)
+            for bias, values in itertools.product(("fitted", "none"), ("fitted", "own"))
+        }
+        for bias in ("fitted", "none"):
+            assert found[bias, "fitted"][0] < 0.9 * found[bias, "own"][0]
+        assert found["fitted", "own"][1] < 0.9 * found["none", "own"][1]
+
+
+def test_second_prompts_beams_and_files_keep_the_biases(tmp_path):
+    model = QWEN2.build()
+    inputs, more = QWEN2.inputs(model, [40, 23]), QWEN2.inputs(model, [12, 12], seed=1)
+    with kvcompress.compress(model, METHOD, 0.3, head_budget="adaptive") as session:
+        tokens, _ = generate(model, inputs, NEW)
+        session.cache.save(tmp_path / "cache")
+        loaded = kvcompress.CompressedCache.load(tmp_path / "cache", model)
+        ids = torch.cat([inputs["input_ids"], tokens, more["input_ids"]], 1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids[:, : -inputs["input_ids"].shape[1]])], 1)
+        second = {"input_ids": ids, "attention_mask": mask}
+        answers = []
+        for cache in (session.cache, loaded):
+            with session.reuse(cache):
+                answers.append(generate(model, second, NEW, past_key_values=cache)[1])
+        model.generate(**inputs, max_new_tokens=NEW, num_beams=2, do_sample=False)
+    assert torch.equal(*answers)
+
+
+def test_requests_in_flight_and_known_prefixes_are_as_alone():
+    model = QWEN2.build()
+    requests = [QWEN2.inputs(model, [length]) for length in (40, 23, 31)]
+    for heads in ("uniform", "adaptive"):
+        check_in_flight(model, requests, [4, 6, 3], METHOD, 2, ratio=0.3, tolerance=1e-3, head_budget=heads)
+    prefixes = kvcompress.PrefixCache(gb=1)
+    for method in (METHOD, "snapkv", METHOD):  # keys of others have no channel for a bias
+        with kvcompress.compress(model, method, 0.3):
+            _, expected = generate(model, requests[0], NEW)
+        with kvcompress.compress(model, method, 0.3, prefix_cache=prefixes):
+            _, logits = generate(model, requests[0], NEW)
+        torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
+    assert prefixes.reused_tokens
+
+
+def test_flash_attention_and_sdpa_agree(fake_flash_attn):
+    inputs = QWEN2.inputs(QWEN2.build(), [40, 23])
+    found = []
+    for implementation in ("sdpa", "flash_attention_2"):
+        model = QWEN2.build()
+        before = model.config._attn_implementation
+        model.set_attn_implementation(implementation)
+        try:
+            with kvcompress.compress(model, METHOD, 0.3):
+                found.append(generate(model, inputs, NEW, forced=torch.full((2, NEW), 40))[1])
+        finally:
+            model.set_attn_implementation(before)
+    torch.testing.assert_close(*found, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"positions": "cache"},
+        {"merge": "average"},
+        {"cache_implementation": "quantized"},
+        {"cache_implementation": "think"},
+        {"decode_budget": 20},
+        {"prefill_chunk": 8},
+        {"layer_budget": "global"},
+        {"scorer": "snapkv"},
+    ],
+    ids=str,
+)
+def test_what_cannot_carry_a_bias_is_one_line(options):
+    with pytest.raises(kvcompress.KVCompressError, match="does not go with") as error:
+        kvcompress.compress(QWEN2.build(), METHOD, 0.3, **options)
+    assert "\n" not in str(error.value)
