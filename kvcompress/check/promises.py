@@ -142,6 +142,8 @@ def decodes_as_the_full_cache_under_a_mask(checked: Checked) -> None:
     """The mask hides the dropped entries, so this checks positions, masks and gathered entries.
 
     Nothing is merged here, and prompts are not split into chunks."""
+    if checked.cluster.biases_keys:
+        raise NotAsked("no mask gives a key a bias")
     for tried in checked.tried:
         for eviction in ({}, DECODING, RAGGED):
             engine = {"merge": "none", "prefill_chunk": None, **eviction}
@@ -165,12 +167,7 @@ def a_row_is_as_alone_with_ragged_heads(checked: Checked) -> None:
 
 
 def a_row_is_as_alone_in_chunks(checked: Checked) -> None:
-    engine = {**CHUNKS, **DECODING}
-    try:
-        make_policy(checked.method, RATIO, **{**checked.options, **engine})
-    except KVCompressError as error:
-        raise NotAsked(str(error)) from None
-    _rows_as_alone(checked, engine)
+    _rows_as_alone(checked, {**CHUNKS, **DECODING})
 
 
 def a_second_turn_sees_what_was_kept(checked: Checked) -> None:
@@ -230,6 +227,10 @@ PROMISES: dict[str, Callable[[Checked], None]] = {
 
 
 def _rows_as_alone(checked: Checked, engine: dict[str, Any]) -> None:
+    try:
+        make_policy(checked.method, RATIO, **{**checked.options, **engine})
+    except KVCompressError as error:
+        raise NotAsked(str(error)) from None
     for tried in checked.tried:
         batch = checked.answer(tried, **engine)
         where = f"{tried}, {_named(engine)}"

@@ -134,6 +134,12 @@ class NoRotation:
     def unrotated(self, states: torch.Tensor) -> torch.Tensor:
         return states.float()
 
+    def rows(self, rows: torch.Tensor) -> "NoRotation":
+        return self
+
+    def from_column(self, first: int) -> "NoRotation":
+        return self
+
 
 APART = [
     name
@@ -170,7 +176,7 @@ def test_what_a_head_keeps_does_not_depend_on_the_others(method):
             received=k.norm(dim=-1) if policy.cluster.second_pass else None,
         )  # fmt: skip
         prompt = dataclasses.replace(prompt, sums=policy.cluster.observe(q, k, prompt))
-        indices = policy.cluster.update_kv(q, k, v, prompt).indices
+        indices = policy.cluster.update_kv(q, policy.cluster.as_stored(k), v, prompt).indices
         return [[column for column in head if column >= 0] for head in indices.flatten(0, 1).tolist()]
 
     together, half = kept(0, KV_HEADS), KV_HEADS // 2
