@@ -19,31 +19,38 @@ entries. The file holds, for each prompt `<model>-<length>`:
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from kvpress import (
     AdaKVPress,
     BasePress,
+    CapPress,
     ChunkKVPress,
+    CompactorPress,
     CriticalAdaKVPress,
     CriticalKVPress,
     CURPress,
     ExpectedAttentionPress,
+    FinchPress,
     KeyDiffPress,
     KnormPress,
     LagKVPress,
+    LeverageScorePress,
+    NonCausalAttnPress,
     ObservedAttentionPress,
     PyramidKVPress,
     SnapKVPress,
     StreamingLLMPress,
     TOVAPress,
 )
+from kvpress.presses import leverage_press
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 2, 16, 512
-KEPT = {301: [30, 61, 150, 211], 150: [15, 41, 75], 203: [20, 49, 101]}
+HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 2, 16, 1536
+KEPT = {301: [30, 61, 90, 150, 211], 150: [15, 41, 75], 203: [20, 49, 101], 1030: [103, 309, 515, 721]}
 SINKS = 4
 
 PRESSES = {
@@ -55,6 +62,7 @@ PRESSES = {
     "snapkv-8-5": lambda: SnapKVPress(window_size=8, kernel_size=5),
     "snapkv-16-7": lambda: SnapKVPress(window_size=16, kernel_size=7),
     "snapkv-64-5": SnapKVPress,
+    "pyramidkv-64-5": PyramidKVPress,
     "pyramidkv-8-5": lambda: PyramidKVPress(window_size=8),
     "pyramidkv-8-5-beta-3": lambda: PyramidKVPress(window_size=8, beta=3),
     "lagkv-128": LagKVPress,
@@ -68,6 +76,12 @@ PRESSES = {
     "expected-attention": ExpectedAttentionPress,
     "expected-attention-eps": lambda: ExpectedAttentionPress(epsilon=1e-2),
     "expected-attention-mean": lambda: ExpectedAttentionPress(use_covariance=False, n_future_positions=64),
+    "capkv": CapPress,
+    "leverage": LeverageScorePress,
+    "non-causal": NonCausalAttnPress,
+    "non-causal-64": lambda: NonCausalAttnPress(chunk_size=64),
+    "compactor": CompactorPress,
+    "finch-8": lambda: finch(8),
     "criticalkv-8-5": lambda: CriticalKVPress(SnapKVPress(window_size=8)),
     "chunkkv-8-5": lambda: ChunkKVPress(SnapKVPress(window_size=8)),
     "chunkkv-8-5-by-7": lambda: ChunkKVPress(SnapKVPress(window_size=8), chunk_length=7),
@@ -79,6 +93,17 @@ PRESSES = {
     "critical-adakv-8-5-safe": lambda: CriticalAdaKVPress(SnapKVPress(window_size=8), alpha_safeguard=0.9),
     "critical-adakv-8-5": lambda: CriticalAdaKVPress(SnapKVPress(window_size=8)),
 }
+
+
+def finch(window: int) -> FinchPress:
+    press = FinchPress(rerotate_keys=False)
+    press.window_size = window  # it is the question's length, which the press finds by a delimiter
+    return press
+
+
+def gaussian(*shape: int, **kwargs: object) -> torch.Tensor:
+    """In place of the leverage press's own, which is a new one at each call: the one that ours draws with seed 0."""
+    return torch.randn(shape[-2:], generator=torch.Generator().manual_seed(0)).expand(shape)
 
 
 def numbers_kept(press: BasePress, length: int) -> list[int]:
@@ -171,7 +196,8 @@ def kept_columns(press: BasePress, layer: LayerInput) -> torch.Tensor:
 
 def main() -> None:
     arrays = {}
-    for name, layers, length in (("qwen2", 3, 301), ("qwen2", 3, 150), ("llama", 4, 203)):
+    leverage_press.torch = SimpleNamespace(**{**vars(torch), "randn": gaussian})
+    for name, layers, length in (("qwen2", 3, 301), ("qwen2", 3, 150), ("llama", 4, 203), ("qwen2", 2, 1030)):
         model = make_model(name, layers)
         inputs = run(model, length)
         prompt = f"{name}-{length}"
@@ -182,7 +208,7 @@ def main() -> None:
         for press_name, make_press in PRESSES.items():
             for n in numbers_kept(make_press(), length):
                 press = make_press()
-                press.compression_ratio = 1 - (n + 0.5) / length  # kvpress keeps int((1 - ratio) * length)
+                press.compression_ratio = 1 - (n + 1e-6) / length  # kvpress keeps int((1 - ratio) * length)
                 kept = torch.stack([kept_columns(press, layer) for layer in inputs])
                 arrays[f"{prompt}/{press_name}/{n}"] = np.packbits(kept.numpy(), axis=-1)
     path = Path(__file__).with_name("kvpress.npz")

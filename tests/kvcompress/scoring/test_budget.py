@@ -57,10 +57,12 @@ def test_anything_else_is_an_error(arguments):
     least=st.integers(1, 64),
 )
 def test_a_pyramid_sums_exactly_falls_and_never_exceeds_the_prompt(budget, more, layers, beta, least):
-    budgets = pyramid(budget, budget + more, layers, beta, min(least, budget))
-    assert sum(budgets) == budget * layers
-    assert all(1 <= n <= budget + more for n in budgets)
-    assert all(a >= b - 1 for a, b in pairwise(budgets))  # rounding may shift one entry
+    window = min(least, budget)
+    of_kvpress = layer_budget("pyramid-kvpress").fixed(budget, budget + more + window, layers, window, beta)
+    for budgets in (pyramid(budget, budget + more, layers, beta, window), of_kvpress):
+        assert sum(budgets) == budget * layers
+        assert all(1 <= n <= budget + more for n in budgets)
+        assert all(a >= b - 1 for a, b in pairwise(budgets))  # rounding may shift one entry
 
 
 def test_a_pyramid_worked_by_hand():
