@@ -864,12 +864,12 @@ MUTATIONS = {
         "the pyramid is over the window too",
         recorded("kvcache_factory pyramidkv"),
     ),
-    "pyramid-kvpress-odd-halves": Mutation(
+    "pyramid-kvpress-halves-up": Mutation(
         "layer_budgets/pyramid.py",
         "round(first - layer * step)",
         "int(first - layer * step + 0.5)",
         "halves are rounded up, not to even",
-        recorded("kvpress_keys pyramidkv, variant=kvpress, pyramid_beta=3"),
+        (CORE + "scoring/test_budget.py",),
     ),
     "adakv-no-floor": Mutation(
         "scoring/selection.py",

@@ -70,6 +70,8 @@ def test_a_pyramid_worked_by_hand():
     assert pyramid(100, 150, 5, beta=10, least=8) == [150, 125, 100, 75, 50]  # the first layer keeps all it has
     assert pyramid(100, 10_000, 5, beta=20, least=8) == [100] * 5  # the last layer would hold less than the window
     assert pyramid(100, 10_000, 5, beta=20, least=5) == [195, 148, 100, 52, 5]  # it holds just the window
+    of_kvpress = layer_budget("pyramid-kvpress")  # 58.5, 44.25, 30, 15.75, 1.5
+    assert of_kvpress.fixed(30, 10_000, 5, window=1, beta=20) == [58, 44, 30, 16, 2]
 
 
 def test_budgets_fall_with_the_papers_beta_down_to_a_single_entry():
