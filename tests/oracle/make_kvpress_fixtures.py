@@ -46,6 +46,7 @@ from kvpress import (
     TOVAPress,
 )
 from kvpress.presses import leverage_press
+from kvpress.utils import get_prerope_query_states
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -101,9 +102,13 @@ def finch(window: int) -> FinchPress:
     return press
 
 
-def gaussian(*shape: int, **kwargs: object) -> torch.Tensor:
-    """In place of the leverage press's own, which is a new one at each call: the one that ours draws with seed 0."""
-    return torch.randn(shape[-2:], generator=torch.Generator().manual_seed(0)).expand(shape)
+def draw_as_ours() -> None:
+    """Give the leverage press, whose Gaussian is a new one at each call, the one that ours draws with seed 0."""
+
+    def gaussian(*shape: int, **kwargs: object) -> torch.Tensor:
+        return torch.randn(shape[-2:], generator=torch.Generator().manual_seed(0)).expand(shape)
+
+    leverage_press.torch = SimpleNamespace(**{**vars(torch), "randn": gaussian})
 
 
 def numbers_kept(press: BasePress, length: int) -> list[int]:
@@ -126,7 +131,15 @@ class LayerInput:
     queries: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
-    attentions: torch.Tensor
+
+    @property
+    def attentions(self) -> torch.Tensor:
+        """(1, heads, length, length), as eager attention returns them."""
+        length, head_dim = self.keys.shape[2:]
+        groups = self.queries.shape[1] // self.keys.shape[1]
+        logits = self.queries @ self.keys.repeat_interleave(groups, 1).mT * head_dim**-0.5
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        return logits.masked_fill(future, float("-inf")).softmax(-1)
 
 
 def make_model(name: str, layers: int) -> PreTrainedModel:
@@ -152,8 +165,9 @@ def make_model(name: str, layers: int) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def run(model: PreTrainedModel, length: int) -> list[LayerInput]:
-    """One prompt through the model: the inputs and states of each layer."""
+@torch.no_grad()
+def run(model: PreTrainedModel, ids: torch.Tensor) -> list[LayerInput]:
+    """One prompt (1, length) through the model: the inputs and states of each layer."""
     calls = []
     hooks = [
         layer.self_attn.register_forward_pre_hook(
@@ -161,7 +175,6 @@ def run(model: PreTrainedModel, length: int) -> list[LayerInput]:
         )
         for layer in model.model.layers
     ]
-    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(length))[None, :length]
     cache = DynamicCache(config=model.config)
     model(ids, past_key_values=cache)
     for hook in hooks:
@@ -169,37 +182,44 @@ def run(model: PreTrainedModel, length: int) -> list[LayerInput]:
     inputs = []
     for (module, kwargs), stored in zip(calls, cache.layers, strict=True):
         module.rotary_emb = model.model.rotary_emb  # as a press does when it is attached
-        queries = module.q_proj(kwargs["hidden_states"]).view(1, length, HEADS, HEAD_DIM).transpose(1, 2)
+        module.masked_key_indices = None
+        queries = get_prerope_query_states(module, kwargs["hidden_states"])
         queries, _ = apply_rotary_pos_emb(queries, queries, *kwargs["position_embeddings"])
-        logits = queries @ stored.keys.repeat_interleave(HEADS // KV_HEADS, 1).mT * HEAD_DIM**-0.5
-        future = torch.ones(length, length, dtype=torch.bool).triu(1)
-        attentions = logits.masked_fill(future, float("-inf")).softmax(-1)
-        inputs.append(
-            LayerInput(module, kwargs["hidden_states"], kwargs, queries, stored.keys, stored.values, attentions)
-        )
+        inputs.append(LayerInput(module, kwargs["hidden_states"], kwargs, queries, stored.keys, stored.values))
     return inputs
 
 
+@torch.no_grad()
 def kept_columns(press: BasePress, layer: LayerInput) -> torch.Tensor:
     """bool (kv_heads, length): what the press keeps of one layer."""
     attentions = layer.attentions if isinstance(press, ObservedAttentionPress) else None
-    layer.module.masked_key_indices = None
     keys, _ = press.compress(layer.module, layer.hidden, layer.keys, layer.values, attentions, layer.kwargs)
-    length = layer.keys.shape[2]
+    return columns(layer, keys)
+
+
+def columns(layer: LayerInput, keys: torch.Tensor) -> torch.Tensor:
+    """bool (kv_heads, length): which columns `keys` (1, kv_heads, kept, head_dim) holds and no mask hides."""
+    kept = torch.stack([torch.isin(*of_head) for of_head in zip(marks(layer.keys), marks(keys), strict=True)])
     if layer.module.masked_key_indices is not None:  # head-wise presses mask instead of removing
-        kept = torch.ones(KV_HEADS, length, dtype=torch.bool)
-        _, heads, columns = layer.module.masked_key_indices
-        kept[heads, columns] = False
-        return kept
-    return (layer.keys[0, :, :, None] == keys[0, :, None]).all(-1).any(-1)  # all keys of a head differ
+        _, heads, masked = layer.module.masked_key_indices
+        kept[heads, masked] = False
+        layer.module.masked_key_indices = None
+    return kept
+
+
+def marks(keys: torch.Tensor) -> torch.Tensor:
+    """int64 (kv_heads, keys): a number for each key (1, kv_heads, keys, head_dim), by all its bits. All keys of a head
+    differ, by their rotation."""
+    weights = torch.randint(2**62, keys.shape[-1:], generator=torch.Generator().manual_seed(0))
+    return (keys[0].contiguous().view(torch.int32).long() * weights).sum(-1)
 
 
 def main() -> None:
     arrays = {}
-    leverage_press.torch = SimpleNamespace(**{**vars(torch), "randn": gaussian})
+    draw_as_ours()
     for name, layers, length in (("qwen2", 3, 301), ("qwen2", 3, 150), ("llama", 4, 203), ("qwen2", 2, 1030)):
         model = make_model(name, layers)
-        inputs = run(model, length)
+        inputs = run(model, torch.randperm(VOCAB, generator=torch.Generator().manual_seed(length))[None, :length])
         prompt = f"{name}-{length}"
         for states in ("queries", "keys", "values"):
             arrays[f"{prompt}/{states}"] = torch.cat([getattr(layer, states) for layer in inputs]).numpy()
