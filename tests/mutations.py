@@ -864,6 +864,13 @@ MUTATIONS = {
         "the pyramid is over the window too",
         recorded("kvcache_factory pyramidkv"),
     ),
+    "pyramid-kvpress-halves-up": Mutation(
+        "layer_budgets/pyramid.py",
+        "round(first - layer * step)",
+        "int(first - layer * step + 0.5)",
+        "halves are rounded up, not to even",
+        (CORE + "scoring/test_budget.py",),
+    ),
     "adakv-no-floor": Mutation(
         "scoring/selection.py",
         "+ safeguard * rest / scores.shape[1]",

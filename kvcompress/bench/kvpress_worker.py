@@ -36,7 +36,7 @@ PRESSES = {
 }
 # The options with which our methods choose the same entries, where they are not our defaults.
 FORMS = {
-    "adakv": {"variant": "kvpress", "window_size": 64},
+    "adakv": {"variant": "kvpress", "window_size": 64, "kernel_size": 5, "pooling": "avg"},
     "lagkv": {"sinks": 4, "lag": 128},
     "pyramidkv": {"variant": "kvpress", "window_size": 64},
     "snapkv": {"window_size": 64},

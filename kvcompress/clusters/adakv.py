@@ -17,7 +17,7 @@ class AdaKVCluster(WindowKVCluster):
     Every head keeps the window, and `safeguard` of the rest is shared out evenly. Window 32 and max pooling over 7 keys
     are the settings of the paper's code. `head_budget="adaptive"` does the same with the scores of any other method.
     With `variant="kvpress"` each head is guaranteed its `safeguard` best entries, window included, and the ranking
-    decides on all others (`head_budget="adaptive-kvpress"`).
+    decides on all others (`head_budget="adaptive-kvpress"`); `preset="kvpress"` has its window and pooling as well.
     """
 
     kernel_size: PositiveInt = 7
@@ -27,4 +27,7 @@ class AdaKVCluster(WindowKVCluster):
     paper: ClassVar[str] = "https://arxiv.org/abs/2407.11550"
     head_budget: ClassVar[str] = "adaptive"
     by_variant: ClassVar[dict[str, dict[str, object]]] = {"kvpress": {"head_budget": "adaptive-kvpress"}}
-    presets: ClassVar[dict[str, dict[str, object]]] = {"longbench": LONGBENCH}
+    presets: ClassVar[dict[str, dict[str, object]]] = {
+        "longbench": LONGBENCH,
+        "kvpress": {"variant": "kvpress", "window_size": 64, "kernel_size": 5, "pooling": "avg"},
+    }

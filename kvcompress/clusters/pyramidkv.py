@@ -14,8 +14,8 @@ class PyramidKVCluster(SnapKVCluster):
 
     Every layer keeps the window, and `layer_budget="pyramid"` shares out the rest; the mean over the layers is exactly
     the budget that was asked for. With `variant="kvpress"` the whole budget falls, window included
-    (`layer_budget="pyramid-kvpress"`). With `variant="effivlm"` the window is a tenth of the mean budget, as in
-    EffiVLM-Bench; its layers are `layer_budget="pyramid-effivlm"`.
+    (`layer_budget="pyramid-kvpress"`); `preset="kvpress"` has kvpress's window of 64 as well. With `variant="effivlm"`
+    the window is a tenth of the mean budget, as in EffiVLM-Bench; its layers are `layer_budget="pyramid-effivlm"`.
     """
 
     variant: Literal["paper", "kvpress", "effivlm"] = "paper"
@@ -26,4 +26,7 @@ class PyramidKVCluster(SnapKVCluster):
         **SnapKVCluster.by_variant,
         "kvpress": {"layer_budget": "pyramid-kvpress"},
     }
-    presets: ClassVar[dict[str, dict[str, object]]] = {"longbench": LONGBENCH}
+    presets: ClassVar[dict[str, dict[str, object]]] = {
+        "longbench": LONGBENCH,
+        "kvpress": {"variant": "kvpress", "window_size": 64},
+    }

@@ -84,6 +84,7 @@ class SnapKVCluster(WindowKVCluster):
     presets: ClassVar[dict[str, dict[str, object]]] = {
         "paper": {"window_size": 32, "kernel_size": 7, "pooling": "max"},
         "longbench": LONGBENCH,
+        "kvpress": {"window_size": 64},
     }
     recent_tenth: ClassVar[bool] = False
     by_variant: ClassVar[dict[str, dict[str, object]]] = {"effivlm": {"recent_tenth": True}}

@@ -1,6 +1,6 @@
 """PyramidKV: a larger budget for lower layers. https://arxiv.org/abs/2406.02069"""
 
-from ..scoring.budget import effivlm_window, pyramid
+from ..scoring.budget import effivlm_window, pyramid, pyramid_ends
 from .base import LayerBudget, register_layer_budget
 
 
@@ -36,9 +36,13 @@ class KVPressPyramidLayerBudget(LayerBudget):
     """kvpress's pyramid (pyramidkv_press.py): the whole budget falls from layer to layer.
 
     The first layer gets at most the prompt without the window. Budgets are uniform if the mean exceeds that, or if the
-    last layer would hold less than the window. The sum is exact; kvpress rounds each layer's size separately."""
+    last layer would hold less than the window. Each layer's size is rounded by itself, halves to even: a size and its
+    mirror image in the pyramid sum to twice the mean, so the sum is exact all the same."""
 
     def fixed(self, budget: int, length: int, num_layers: int, window: int, beta: float) -> list[int]:
         if budget > length - window:
             return [budget] * num_layers
-        return pyramid(budget, length - window, num_layers, beta, least=max(1, window))
+        first, last = pyramid_ends(budget, length - window, num_layers, beta, least=max(1, window))
+        step = (first - last) / max(num_layers - 1, 1)
+        upper = [round(first - layer * step) for layer in range((num_layers + 1) // 2)]
+        return upper + [2 * budget - size for size in reversed(upper[: num_layers // 2])]

@@ -83,7 +83,19 @@ def allocate(weights: Sequence[float], total: int, most: int) -> list[int]:
 
 
 def pyramid(budget: int, length: int, num_layers: int, beta: float, least: int) -> list[int]:
-    """Return budgets that fall linearly from the first layer to the last and sum to exactly `budget * num_layers`.
+    """Return budgets that fall linearly from the first layer to the last (`pyramid_ends`) and sum to exactly
+    `budget * num_layers`."""
+    first, last = pyramid_ends(budget, length, num_layers, beta, least)
+    # Rounding the running total, not each term, makes the sum exact.
+    totals = [0.0]
+    for layer in range(num_layers):
+        totals.append(totals[-1] + first - layer * (first - last) / max(num_layers - 1, 1))
+    ends = [math.floor(total + 0.5) for total in totals]
+    return [end - begin for begin, end in pairwise(ends)]
+
+
+def pyramid_ends(budget: int, length: int, num_layers: int, beta: float, least: int) -> tuple[float, float]:
+    """Return the unrounded budgets of the first and the last layer.
 
     PyramidKV (https://arxiv.org/abs/2406.02069, section 3.3): the last layer gets `budget / beta`, and the first
     exceeds the mean by as much as the last falls short of it. If that is more than `length`, the first gets `length`.
@@ -93,11 +105,4 @@ def pyramid(budget: int, length: int, num_layers: int, beta: float, least: int) 
     first = 2 * budget - last
     if first > length:
         first, last = length, 2 * budget - length
-    if last < least or num_layers == 1:
-        return [budget] * num_layers
-    # Rounding the running total, not each term, makes the sum exact.
-    totals = [0.0]
-    for layer in range(num_layers):
-        totals.append(totals[-1] + first - layer * (first - last) / (num_layers - 1))
-    ends = [math.floor(total + 0.5) for total in totals]
-    return [end - begin for begin, end in pairwise(ends)]
+    return (budget, budget) if last < least or num_layers == 1 else (first, last)

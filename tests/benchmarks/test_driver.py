@@ -21,7 +21,7 @@ def source(module):
 
 MODULES = [info.name for info in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.") if not info.ispkg]
 # benchmarks.gpu parses before kvcompress can be imported; the script runs in a peer's Python.
-ELSEWHERE = {"benchmarks.gpu.__main__", "benchmarks.ruler_kvpress"}
+ELSEWHERE = {"benchmarks.gpu.__main__", "benchmarks.fidelity_kvpress"}
 BENCHMARKS = [name for name in MODULES if name not in ELSEWHERE and "def main(" in source(name)]
 
 

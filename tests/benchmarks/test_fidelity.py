@@ -1,12 +1,19 @@
 """The table of how much of the authors' choice ours shares."""
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from benchmarks import fidelity
+from kvcompress import KVCompressError
 from tests.oracle.authors import ours, recording
 from tests.oracle.authors.recording import Recording
 from tests.oracle.authors.states import states
+from tests.support.checkpoints import save_checkpoint
 
 
 def test_a_share_is_rounded_down_so_that_only_equality_is_100():
@@ -99,3 +106,58 @@ def test_a_token_methods_row_has_the_least_share_of_its_recordings():
     assert (row.budgets, row.share) == ((48, 24, 10, 95), 1.0)
     assert row.repository.endswith("/FastV")
     assert "| fastv | [FastV] | 48, 24, 10, 95 | 100 |" in fidelity.markdown([], [row])
+
+
+# -- beside kvpress
+
+
+@pytest.fixture
+def beside(tmp_path, monkeypatch):
+    """The table for a kvpress that keeps given columns in every head, of a tiny model's two prompts at half."""
+    folder = tmp_path / "llama"
+    save_checkpoint("llama", folder)
+
+    def table(*columns: list[int]) -> list[str]:
+        def theirs(command, check):
+            order = json.loads(Path(command[2]).read_text())
+            assert [prompt["budgets"] for prompt in order["prompts"]] == [[6], [5]]
+            config = AutoConfig.from_pretrained(order["model"])
+            arrays = {}
+            for place, prompt in enumerate(order["prompts"]):
+                kept = np.zeros((config.num_hidden_layers, config.num_key_value_heads, len(prompt["ids"])), dtype=bool)
+                kept[..., columns[place]] = True
+                arrays[f"0/{place}/{prompt['budgets'][0]}"] = np.packbits(kept, axis=-1)
+            run = {"method": "streamingllm", "options": {"sinks": 2}, "asked": [[6], [5]]}
+            about = {"runs": [run], "versions": {"kvpress": "9", "torch": "7"}}
+            np.savez(command[3], **arrays, about=json.dumps(about))
+
+        monkeypatch.setattr(fidelity.subprocess, "run", theirs)
+        prompts = [list(range(3, 15)), list(range(20, 30))]
+        return fidelity.beside_kvpress("python", folder, prompts, [0.5]).splitlines()
+
+    return table
+
+
+def test_the_table_beside_kvpress_has_the_least_share_of_the_prompts_and_why_it_is_not_all(beside, monkeypatch):
+    ours = [[0, 1, 8, 9, 10, 11], [0, 1, 7, 8, 9]]
+    head, *_, row = beside(*ours)
+    assert head == "2 prompts of 10 to 12 tokens, float32; kvpress's side: kvpress 9, torch 7."
+    assert [cell.strip() for cell in row.strip("|").split("|")] == ["streamingllm sinks=2", "", "100"]
+    others = [ours[0], [0, 1, 2, 8, 9]]
+    assert [cell.strip() for cell in beside(*others)[-1].strip("|").split("|")][1:] == ["not explained", "80"]
+    monkeypatch.setattr(fidelity, "KVPRESS_DIFFERS", {"streamingllm": "a third sink"})
+    assert [cell.strip() for cell in beside(*others)[-1].strip("|").split("|")][1:] == ["a third sink", "80"]
+
+
+def test_the_page_beside_kvpress_says_why_where_not_all_is_the_same():
+    rows = [line.strip("| ").split(" | ") for line in fidelity.KVPRESS_PAGE.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if len(row) == 2 + len(fidelity.KVPRESS_RATIOS) and row[0] != "method"][1:]
+    assert len(rows) > 20
+    for name, why, *shares in rows:
+        expected = "" if set(shares) == {"100"} else fidelity.KVPRESS_DIFFERS[name.split()[0]]
+        assert why.strip() == expected, name
+
+
+def test_the_table_beside_kvpress_needs_its_python():
+    with pytest.raises(KVCompressError, match="needs --kvpress-python"):
+        fidelity.main(["kvpress"])

@@ -19,31 +19,39 @@ entries. The file holds, for each prompt `<model>-<length>`:
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from kvpress import (
     AdaKVPress,
     BasePress,
+    CapPress,
     ChunkKVPress,
+    CompactorPress,
     CriticalAdaKVPress,
     CriticalKVPress,
     CURPress,
     ExpectedAttentionPress,
+    FinchPress,
     KeyDiffPress,
     KnormPress,
     LagKVPress,
+    LeverageScorePress,
+    NonCausalAttnPress,
     ObservedAttentionPress,
     PyramidKVPress,
     SnapKVPress,
     StreamingLLMPress,
     TOVAPress,
 )
+from kvpress.presses import leverage_press
+from kvpress.utils import get_prerope_query_states
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 2, 16, 512
-KEPT = {301: [30, 61, 150, 211], 150: [15, 41, 75], 203: [20, 49, 101]}
+HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 2, 16, 1536
+KEPT = {301: [30, 61, 90, 150, 211], 150: [15, 41, 75], 203: [20, 49, 101], 1030: [103, 309, 515, 721]}
 SINKS = 4
 
 PRESSES = {
@@ -55,6 +63,7 @@ PRESSES = {
     "snapkv-8-5": lambda: SnapKVPress(window_size=8, kernel_size=5),
     "snapkv-16-7": lambda: SnapKVPress(window_size=16, kernel_size=7),
     "snapkv-64-5": SnapKVPress,
+    "pyramidkv-64-5": PyramidKVPress,
     "pyramidkv-8-5": lambda: PyramidKVPress(window_size=8),
     "pyramidkv-8-5-beta-3": lambda: PyramidKVPress(window_size=8, beta=3),
     "lagkv-128": LagKVPress,
@@ -68,6 +77,12 @@ PRESSES = {
     "expected-attention": ExpectedAttentionPress,
     "expected-attention-eps": lambda: ExpectedAttentionPress(epsilon=1e-2),
     "expected-attention-mean": lambda: ExpectedAttentionPress(use_covariance=False, n_future_positions=64),
+    "capkv": CapPress,
+    "leverage": LeverageScorePress,
+    "non-causal": NonCausalAttnPress,
+    "non-causal-64": lambda: NonCausalAttnPress(chunk_size=64),
+    "compactor": CompactorPress,
+    "finch-8": lambda: finch(8),
     "criticalkv-8-5": lambda: CriticalKVPress(SnapKVPress(window_size=8)),
     "chunkkv-8-5": lambda: ChunkKVPress(SnapKVPress(window_size=8)),
     "chunkkv-8-5-by-7": lambda: ChunkKVPress(SnapKVPress(window_size=8), chunk_length=7),
@@ -79,6 +94,21 @@ PRESSES = {
     "critical-adakv-8-5-safe": lambda: CriticalAdaKVPress(SnapKVPress(window_size=8), alpha_safeguard=0.9),
     "critical-adakv-8-5": lambda: CriticalAdaKVPress(SnapKVPress(window_size=8)),
 }
+
+
+def finch(window: int) -> FinchPress:
+    press = FinchPress(rerotate_keys=False)
+    press.window_size = window  # it is the question's length, which the press finds by a delimiter
+    return press
+
+
+def draw_as_ours() -> None:
+    """Give the leverage press, whose Gaussian is a new one at each call, the one that ours draws with seed 0."""
+
+    def gaussian(*shape: int, **kwargs: object) -> torch.Tensor:
+        return torch.randn(shape[-2:], generator=torch.Generator().manual_seed(0)).expand(shape)
+
+    leverage_press.torch = SimpleNamespace(**{**vars(torch), "randn": gaussian})
 
 
 def numbers_kept(press: BasePress, length: int) -> list[int]:
@@ -101,7 +131,15 @@ class LayerInput:
     queries: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
-    attentions: torch.Tensor
+
+    @property
+    def attentions(self) -> torch.Tensor:
+        """(1, heads, length, length), as eager attention returns them."""
+        length, head_dim = self.keys.shape[2:]
+        groups = self.queries.shape[1] // self.keys.shape[1]
+        logits = self.queries @ self.keys.repeat_interleave(groups, 1).mT * head_dim**-0.5
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        return logits.masked_fill(future, float("-inf")).softmax(-1)
 
 
 def make_model(name: str, layers: int) -> PreTrainedModel:
@@ -127,8 +165,9 @@ def make_model(name: str, layers: int) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def run(model: PreTrainedModel, length: int) -> list[LayerInput]:
-    """One prompt through the model: the inputs and states of each layer."""
+@torch.no_grad()
+def run(model: PreTrainedModel, ids: torch.Tensor) -> list[LayerInput]:
+    """One prompt (1, length) through the model: the inputs and states of each layer."""
     calls = []
     hooks = [
         layer.self_attn.register_forward_pre_hook(
@@ -136,7 +175,6 @@ def run(model: PreTrainedModel, length: int) -> list[LayerInput]:
         )
         for layer in model.model.layers
     ]
-    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(length))[None, :length]
     cache = DynamicCache(config=model.config)
     model(ids, past_key_values=cache)
     for hook in hooks:
@@ -144,36 +182,44 @@ def run(model: PreTrainedModel, length: int) -> list[LayerInput]:
     inputs = []
     for (module, kwargs), stored in zip(calls, cache.layers, strict=True):
         module.rotary_emb = model.model.rotary_emb  # as a press does when it is attached
-        queries = module.q_proj(kwargs["hidden_states"]).view(1, length, HEADS, HEAD_DIM).transpose(1, 2)
+        module.masked_key_indices = None
+        queries = get_prerope_query_states(module, kwargs["hidden_states"])
         queries, _ = apply_rotary_pos_emb(queries, queries, *kwargs["position_embeddings"])
-        logits = queries @ stored.keys.repeat_interleave(HEADS // KV_HEADS, 1).mT * HEAD_DIM**-0.5
-        future = torch.ones(length, length, dtype=torch.bool).triu(1)
-        attentions = logits.masked_fill(future, float("-inf")).softmax(-1)
-        inputs.append(
-            LayerInput(module, kwargs["hidden_states"], kwargs, queries, stored.keys, stored.values, attentions)
-        )
+        inputs.append(LayerInput(module, kwargs["hidden_states"], kwargs, queries, stored.keys, stored.values))
     return inputs
 
 
+@torch.no_grad()
 def kept_columns(press: BasePress, layer: LayerInput) -> torch.Tensor:
     """bool (kv_heads, length): what the press keeps of one layer."""
     attentions = layer.attentions if isinstance(press, ObservedAttentionPress) else None
-    layer.module.masked_key_indices = None
     keys, _ = press.compress(layer.module, layer.hidden, layer.keys, layer.values, attentions, layer.kwargs)
-    length = layer.keys.shape[2]
+    return columns(layer, keys)
+
+
+def columns(layer: LayerInput, keys: torch.Tensor) -> torch.Tensor:
+    """bool (kv_heads, length): which columns `keys` (1, kv_heads, kept, head_dim) holds and no mask hides."""
+    kept = torch.stack([torch.isin(*of_head) for of_head in zip(marks(layer.keys), marks(keys), strict=True)])
     if layer.module.masked_key_indices is not None:  # head-wise presses mask instead of removing
-        kept = torch.ones(KV_HEADS, length, dtype=torch.bool)
-        _, heads, columns = layer.module.masked_key_indices
-        kept[heads, columns] = False
-        return kept
-    return (layer.keys[0, :, :, None] == keys[0, :, None]).all(-1).any(-1)  # all keys of a head differ
+        _, heads, masked = layer.module.masked_key_indices
+        kept[heads, masked] = False
+        layer.module.masked_key_indices = None
+    return kept
+
+
+def marks(keys: torch.Tensor) -> torch.Tensor:
+    """int64 (kv_heads, keys): a number for each key (1, kv_heads, keys, head_dim), by all its bits. All keys of a head
+    differ, by their rotation."""
+    weights = torch.randint(2**62, keys.shape[-1:], generator=torch.Generator().manual_seed(0))
+    return (keys[0].contiguous().view(torch.int32).long() * weights).sum(-1)
 
 
 def main() -> None:
     arrays = {}
-    for name, layers, length in (("qwen2", 3, 301), ("qwen2", 3, 150), ("llama", 4, 203)):
+    draw_as_ours()
+    for name, layers, length in (("qwen2", 3, 301), ("qwen2", 3, 150), ("llama", 4, 203), ("qwen2", 2, 1030)):
         model = make_model(name, layers)
-        inputs = run(model, length)
+        inputs = run(model, torch.randperm(VOCAB, generator=torch.Generator().manual_seed(length))[None, :length])
         prompt = f"{name}-{length}"
         for states in ("queries", "keys", "values"):
             arrays[f"{prompt}/{states}"] = torch.cat([getattr(layer, states) for layer in inputs]).numpy()
@@ -182,7 +228,7 @@ def main() -> None:
         for press_name, make_press in PRESSES.items():
             for n in numbers_kept(make_press(), length):
                 press = make_press()
-                press.compression_ratio = 1 - (n + 0.5) / length  # kvpress keeps int((1 - ratio) * length)
+                press.compression_ratio = 1 - (n + 1e-6) / length  # kvpress keeps int((1 - ratio) * length)
                 kept = torch.stack([kept_columns(press, layer) for layer in inputs])
                 arrays[f"{prompt}/{press_name}/{n}"] = np.packbits(kept.numpy(), axis=-1)
     path = Path(__file__).with_name("kvpress.npz")

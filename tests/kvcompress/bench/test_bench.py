@@ -623,8 +623,8 @@ def test_the_worker_replies_line_by_line_and_to_nothing_else(worker, monkeypatch
     assert set(named.split()) <= {*presses, "full"} <= {*kvcompress.list_methods(), "full"}
     for method, options in presses.items():
         make_policy(method, None if method == "full" else 0.5, **options)
-    lagkv = MethodSpec.parse("lagkv:preset=kvpress", 0.5)
-    assert lagkv.options == presses["lagkv"]
+    for method in ("adakv", "lagkv", "pyramidkv", "snapkv"):
+        assert MethodSpec.parse(f"{method}:preset=kvpress", 0.5).options == presses[method]
     assert replies[2] == {"error": "out of memory"}
     for reply in (replies[1], replies[3]):
         assert len(reply["step_ms"]) == 2

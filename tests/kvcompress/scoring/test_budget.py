@@ -57,10 +57,12 @@ def test_anything_else_is_an_error(arguments):
     least=st.integers(1, 64),
 )
 def test_a_pyramid_sums_exactly_falls_and_never_exceeds_the_prompt(budget, more, layers, beta, least):
-    budgets = pyramid(budget, budget + more, layers, beta, min(least, budget))
-    assert sum(budgets) == budget * layers
-    assert all(1 <= n <= budget + more for n in budgets)
-    assert all(a >= b - 1 for a, b in pairwise(budgets))  # rounding may shift one entry
+    window = min(least, budget)
+    of_kvpress = layer_budget("pyramid-kvpress").fixed(budget, budget + more + window, layers, window, beta)
+    for budgets in (pyramid(budget, budget + more, layers, beta, window), of_kvpress):
+        assert sum(budgets) == budget * layers
+        assert all(1 <= n <= budget + more for n in budgets)
+        assert all(a >= b - 1 for a, b in pairwise(budgets))  # rounding may shift one entry
 
 
 def test_a_pyramid_worked_by_hand():
@@ -68,6 +70,8 @@ def test_a_pyramid_worked_by_hand():
     assert pyramid(100, 150, 5, beta=10, least=8) == [150, 125, 100, 75, 50]  # the first layer keeps all it has
     assert pyramid(100, 10_000, 5, beta=20, least=8) == [100] * 5  # the last layer would hold less than the window
     assert pyramid(100, 10_000, 5, beta=20, least=5) == [195, 148, 100, 52, 5]  # it holds just the window
+    of_kvpress = layer_budget("pyramid-kvpress")  # 58.5, 44.25, 30, 15.75, 1.5
+    assert of_kvpress.fixed(30, 10_000, 5, window=1, beta=20) == [58, 44, 30, 16, 2]
 
 
 def test_budgets_fall_with_the_papers_beta_down_to_a_single_entry():
