@@ -1,4 +1,4 @@
-"""Tiny checkpoints on disk, shared by all tests of a run; a small index of tasks; a browser."""
+"""Tiny checkpoints on disk and the bundled model, shared by all tests of a run; a small index of tasks; a browser."""
 
 import shutil
 from collections.abc import Callable
@@ -6,13 +6,34 @@ from functools import cache, partial
 
 import pytest
 
-from tests.support.checkpoints import save_checkpoint
+from lmms_eval_plugins.model import lm, loading
+from lmms_eval_plugins.model.arguments import TINY_MODEL, ModelArguments
+from lmms_eval_plugins.report import folder
+from tests.support.checkpoints import load_once, save_checkpoint
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Callable[[str], str]:
     """family name -> folder with its tiny checkpoint, which no test may change."""
     return cache(lambda family: save_checkpoint(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture
+def one_tiny_model(monkeypatch) -> None:
+    """Evaluations in this process share the bundled model, in place of one for each, which a tenth of a run went to."""
+
+    def load(args: ModelArguments, *where: object) -> tuple[object, object]:
+        is_tiny = args.pretrained == ModelArguments(pretrained=TINY_MODEL).pretrained
+        return (load_once if is_tiny else loading.load)(args, *where)
+
+    monkeypatch.setattr(lm, "load", load)
+
+
+@pytest.fixture
+def plots_not_drawn(monkeypatch) -> None:
+    """The plots beside a table of cells are empty files; test_evaluate.py and report/test_table.py draw them."""
+    for name in ("plot", "plot_throughput"):
+        monkeypatch.setattr(folder, name, lambda frame, title, path: path.touch())
 
 
 @pytest.fixture
