@@ -6,10 +6,12 @@ from functools import cache, partial
 
 import pytest
 
-from lmms_eval_plugins.model import lm, loading
+from lmms_eval_plugins.model import loading
 from lmms_eval_plugins.model.arguments import TINY_MODEL, ModelArguments
 from lmms_eval_plugins.report import folder
-from tests.support.checkpoints import load_once, save_checkpoint
+from tests.support.checkpoints import save_checkpoint
+
+_tiny_models: dict[str, object] = {}
 
 
 @pytest.fixture(scope="session")
@@ -20,13 +22,20 @@ def checkpoint(tmp_path_factory) -> Callable[[str], str]:
 
 @pytest.fixture
 def one_tiny_model(monkeypatch) -> None:
-    """Evaluations in this process share the bundled model, in place of one for each, which a tenth of a run went to."""
+    """Evaluations in this process share the weights of the bundled model."""
+    read = loading._read
 
-    def load(args: ModelArguments, *where: object) -> tuple[object, object]:
-        is_tiny = args.pretrained == ModelArguments(pretrained=TINY_MODEL).pretrained
-        return (load_once if is_tiny else loading.load)(args, *where)
+    def read_once(
+        args: ModelArguments, raw_config: object, config: object, processor: object, settings: dict
+    ) -> object:
+        if args.pretrained != ModelArguments(pretrained=TINY_MODEL).pretrained:
+            return read(args, raw_config, config, processor, settings)
+        key = repr((args.revision, args.trust_remote_code, settings))
+        if key not in _tiny_models:
+            _tiny_models[key] = read(args, raw_config, config, processor, settings)
+        return _tiny_models[key]
 
-    monkeypatch.setattr(lm, "load", load)
+    monkeypatch.setattr(loading, "_read", read_once)
 
 
 @pytest.fixture

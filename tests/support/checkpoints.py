@@ -245,20 +245,20 @@ NOT_LOADED = (
 _loaded: dict[str, tuple[Any, Any]] = {}
 
 
-def load_once(args: ModelArguments, device: torch.device, needs_template: bool) -> tuple[Any, Any]:
-    """As `loading.load`, but what was loaded with the same arguments before is the same model and processor."""
-    key = repr((args.model_copy(update=dict.fromkeys(NOT_LOADED)), device, needs_template))
-    if key not in _loaded:
-        _loaded[key] = loading.load(args, device, needs_template)
-    return _loaded[key]
-
-
 def load_lm(pretrained: str = "tiny", fresh: bool = False, **arguments: Any) -> KVCompressLM:
     """Load the lmms-eval model on the CPU, in float32, with short answers.
 
     Each call returns a new object, but several share the model and the processor; use `fresh` if a test changes
     these."""
+
+    def load(args: ModelArguments, device: torch.device, needs_template: bool) -> tuple[Any, Any]:
+        key = repr(args.model_copy(update=dict.fromkeys(NOT_LOADED)))
+        if fresh or key not in _loaded:
+            found = loading.load(args, device, needs_template)
+            return found if fresh else _loaded.setdefault(key, found)
+        return _loaded[key]
+
     defaults = {"device": "cpu", "dtype": "float32", "max_new_tokens": 8, "max_frames_num": 4}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lm_module, "load", loading.load if fresh else load_once)
+        patch.setattr(lm_module, "load", load)
         return KVCompressLM(**{"pretrained": pretrained, **defaults, **arguments})
