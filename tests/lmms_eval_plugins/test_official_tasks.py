@@ -26,6 +26,8 @@ from tests import official_tasks_page
 from tests.support.official_runs import run
 from tests.support.official_tasks import local_data
 
+pytestmark = pytest.mark.usefixtures("one_tiny_model", "plots_not_drawn")
+
 OUTPUT_TYPES = {"loglikelihood", "multiple_choice", "generate_visual_cot"}  # not evaluated here
 
 
