@@ -91,16 +91,16 @@ def test_images_and_videos_of_other_families(checkpoint, tmp_path, family, piece
 
 
 @pytest.mark.parametrize(
-    "cell",
+    ("cell", "gigabytes"),
     [
-        {},
-        CELL,
-        {**CELL, "cache_implementation": "static"},
-        {"method": "adakv", "budget": 20},
-        {**CELL, "decode_budget": 16},
+        ({}, 1),
+        (CELL, 0),
+        (CELL, 1),
+        ({**CELL, "cache_implementation": "static"}, 1),
+        ({"method": "adakv", "budget": 20}, 1),
+        ({**CELL, "decode_budget": 16}, 1),
     ],
 )
-@pytest.mark.parametrize("gigabytes", [0, 1])
 def test_cells_share_tower_and_prefill_and_answers_do_not_depend_on_it(checkpoint, cell, gigabytes):
     lm = load_lm(checkpoint("qwen2-vl"), slots=2, prompt_cache_gb=gigabytes)
     fresh = load_lm(checkpoint("qwen2-vl"))

@@ -10,7 +10,7 @@ from lmms_eval_plugins.model.reduced_inputs import shrunk
 from tests.support.checkpoints import image, load_lm, requests, write_video
 
 PICTURE = image(0, 128, 96)
-DOCS = [{"text": f"what is on sign {n}?", "images": [image(n % 2, 128, 96)]} for n in range(4)]
+DOCS = [{"text": f"what is on sign {n}?", "images": [image(n % 2, 128, 96)]} for n in range(3)]
 SIZES = pytest.mark.parametrize(
     "size",
     [{"batch_size": 2}, {"slots": 2}, {"batch_size": 2, "prefix_cache_gb": 1}, {"batch_size": "auto"}],
