@@ -507,6 +507,7 @@ def test_our_results_become_a_reference_that_reads_back_as_equal(configuration, 
 # -- the whole path
 
 
+@pytest.mark.usefixtures("plots_not_drawn")
 def test_the_bundled_model_is_compared_with_its_recorded_results_and_resumes(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(run, "execute", lambda argv: (evaluate.main(list(argv)), ""))  # without a new process
     command = ["tiny", "--limit", "2", "--only", "ratio=1,ratio=0.2"]
