@@ -10,8 +10,9 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoints, entry_points
 from types import ModuleType
 
 from .command_line import exit_code
@@ -47,9 +48,15 @@ def check_environment() -> None:
             raise KVCompressError(f"{name}={shown(value)} is not {meaning}")
 
 
+@cache
+def registered() -> EntryPoints:
+    """Return the commands of installed packages; to look through all packages takes 10 ms."""
+    return entry_points(group=GROUP)
+
+
 def commands() -> list[str]:
     """Return the names of all commands."""
-    return sorted({*OWN, *entry_points(group=GROUP).names})
+    return sorted({*OWN, *registered().names})
 
 
 def module_of(name: str) -> ModuleType:
@@ -62,9 +69,8 @@ def find_command(name: str) -> Callable[[list[str]], int | None]:
 
     Raises KVCompressError for an unknown command.
     """
-    registered = entry_points(group=GROUP)
-    if name in registered.names:
-        return registered[name].load()
+    if name in registered().names:
+        return registered()[name].load()
     if name in OWN:
         return import_module(OWN[name]).main
     raise unknown_name("there is no command", name, commands())

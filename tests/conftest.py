@@ -39,7 +39,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """What a file's tests leave behind (imported modules, small models) stays, so that no later collection of garbage
-    looks through it: evaluations and statsmodels collect, which would take a second late in a run."""
+    looks through it, which would take a second late in a run."""
     result = yield
     if nextitem is None or nextitem.path != item.path:
         gc.collect()

@@ -10,7 +10,6 @@ lost. `tests/support/wrong_contents.py` has what is done to a file.
 import argparse
 import collections
 import contextlib
-import hashlib
 import io
 import json
 import os
@@ -414,7 +413,8 @@ def make_speech() -> None:
 @cache
 def world() -> Path:
     """A folder with every kind of file, made once."""
-    folder = Path(WORLD.name)
+    folder = Path(WORLD.name, "right")
+    folder.mkdir()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), small_index():
         make_world(folder)
     return folder
@@ -475,29 +475,54 @@ def limited_time() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_a_world() -> Iterator[Path]:
-    """Works in a new folder with every kind of file, right."""
-    with (
-        tempfile.TemporaryDirectory(prefix="kvcompress-contents-") as name,
-        mock.patch.dict(os.environ),
-        small_index(),
-    ):
-        here = Path(name, "here")
-        shutil.copytree(world(), here)
-        with working_in(here):
-            yield here
+    """Works in a folder with every kind of file, right; at the end they are put right again."""
+    with mock.patch.dict(os.environ), small_index(), working_in(_copy()):
+        try:
+            yield _copy()
+        finally:
+            _put_right(_copy())
+
+
+@cache
+def _copy() -> Path:
+    """The folder in which commands run, one for all cases: to copy and remove it takes longer than most commands."""
+    return Path(shutil.copytree(world(), Path(WORLD.name, "here")))
+
+
+@cache
+def right() -> dict[str, bytes]:
+    """The right content of every file, by its name."""
+    return contents(world())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def _put_right(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):  # what lies in a folder before the folder itself
+        if path.is_dir() and not path.is_symlink():
+            with contextlib.suppress(OSError):  # it is not empty
+                path.rmdir()
+        elif path.relative_to(folder).as_posix() not in right():
+            path.unlink()
+    now = contents(folder)
+    for name, content in right().items():
+        if now.get(name) != content:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
 
 
 def outcome(case: Case) -> tuple[str, str]:
     """`ok`, `refused`, or what is wrong about how it ends; and what was said."""
     with in_a_world() as here:
         (here / case.file).write_bytes(case.content)
-        before = hashes(here)
         code, said = run(KINDS[case.kind].commands[case.command])
-        after = hashes(here)
+        after = contents(here)
     kind = KINDS[case.kind]
     lost = [
-        file for file, digest in before.items()
-        if after.get(file) != digest and not OUTPUTS.search(file) and not re.search(kind.made_again, file)
+        file for file, content in {**right(), case.file: case.content}.items()
+        if after.get(file) != content and not OUTPUTS.search(file) and not re.search(kind.made_again, file)
     ]  # fmt: skip
     if lost:
         return f"changes {lost[0]}", said
@@ -537,14 +562,6 @@ def run(command: Callable[[], int]) -> tuple[int | str, str]:
             code = "none"
             traceback.print_exc(limit=-6)
     return code, said.getvalue()
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    return {
-        file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in folder.rglob("*")
-        if file.is_file()
-    }
 
 
 def main() -> int:

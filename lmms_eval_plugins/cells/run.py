@@ -140,7 +140,7 @@ def score_cell(lm: "Answerer", job: Job, found: dict[str, Any], asked: int, keep
         samples = merge_samples(output.pop("samples"), rows, output["n-samples"], filters)
         results = {
             "protocol": protocol(job),
-            **{key: value for key, value in output.items() if not key.startswith("git_")},
+            **{key: value for key, value in output.items() if not key.startswith(("git_", "lmms_eval_version"))},
             "token_counts": output.get("efficiency"),
             "efficiency": summarise(rows),
             "environment": found,
@@ -357,7 +357,8 @@ def load_model(arguments: "ModelArguments", needs_template: bool = True) -> "KVC
 
 
 def quiet(verbosity: str) -> None:
-    """Hide lmms-eval's progress bars, since the model shows one per cell, and its log below `verbosity`."""
+    """Hide lmms-eval's progress bars, since the model shows one per cell, and its log below `verbosity`; and keep it
+    from asking git for its own commit in each cell: in a virtual environment git answers for the folder around it."""
     import datasets
     import lmms_eval.api.task
     import lmms_eval.evaluator
@@ -371,3 +372,5 @@ def quiet(verbosity: str) -> None:
     logger.add(sys.stderr, level=verbosity)
     datasets.disable_progress_bars()
     lmms_eval.api.task.tqdm = lmms_eval.evaluator.tqdm = no_bar
+    for name in ("get_git_commit_hash", "get_git_branch_name", "get_lmms_eval_version_string"):
+        setattr(lmms_eval.evaluator, name, lambda: None)

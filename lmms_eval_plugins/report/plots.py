@@ -133,11 +133,10 @@ def _finish(
     handles, labels = axes.get_legend_handles_labels()
     labels = [textwrap.fill(label, 44) for label in labels]
     legend = figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
-    figure.draw_without_rendering()
-    width, height = (length / figure.dpi for length in legend.get_window_extent().size)
+    width, height = (length / figure.dpi for length in legend.get_window_extent(figure.canvas.get_renderer()).size)
     figure.set_size_inches(SIZE[0] + width, max(SIZE[1] + 0.15 * len(lines), height + 0.3))
-    figure.draw_without_rendering()  # the layout fixes the positions of the points
     if named is not None:
+        figure.get_layout_engine().execute(figure)  # which fixes the positions of the points
         _name_points(axes, named, frame)
     with replacing(path) as draft:
         figure.savefig(draft, dpi=150, format="png")

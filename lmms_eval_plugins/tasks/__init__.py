@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,12 @@ def task_names(folder: Path) -> dict[str, Path]:
     return names
 
 
+@cache
+def official_tasks() -> dict[str, Path]:
+    """Return name -> file of every plain task of the installed lmms-eval."""
+    return task_names(Path(importlib.util.find_spec("lmms_eval.tasks").origin).parent)
+
+
 def task_manager(names: list[str], model_name: str | None = None) -> TaskManager:
     """Return a TaskManager that knows `names`: bundled tasks, or tasks, groups and tags of the installed lmms-eval.
 
@@ -43,8 +50,7 @@ def task_manager(names: list[str], model_name: str | None = None) -> TaskManager
     from lmms_eval.tasks import TaskManager
 
     bundled = task_names(BUNDLED_TASKS)
-    official = task_names(Path(importlib.util.find_spec("lmms_eval.tasks").origin).parent)
-    plain = {**official, **bundled}
+    plain = {**official_tasks(), **bundled}
     if all(name in plain for name in names):
         folders = sorted({str(plain[name].parent) for name in names})
         return TaskManager(include_defaults=False, include_path=folders, model_name=model_name)

@@ -65,7 +65,7 @@ def test_a_cell_that_takes_too_long_ends_with_all_that_it_started_and_keeps_what
     mark = tmp_path / "alive"
     child = f"import time\nwhile True: open({str(mark)!r}, 'w').close(); time.sleep(0.05)"
     code = f"{wrote(3)}\nimport subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}])"
-    stage.run([cell("long", code, seconds=3.0), cell("next", wrote(4))], 300, False)
+    stage.run([cell("long", code, seconds=1.5), cell("next", wrote(4))], 300, False)
     assert stage.records["long"]["state"] == "cut"
     assert stage.records["long"]["result"] == {"number": 3}
     assert stage.records["next"]["state"] == "done"

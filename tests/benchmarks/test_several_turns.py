@@ -11,6 +11,7 @@ from benchmarks import several_turns
 from benchmarks.conversations import NEEDLES, RECORDS, TURNS, Conversation, Turn, draw_conversations
 from benchmarks.several_turns import AWARE, PROTOCOLS, Asked, Tokens, answer_turns, tables
 from tests.support.calibrations import calibration_of
+from tests.support.examples import paired
 from tests.support.families import FAMILIES
 from tests.support.strategies import METHODS
 
@@ -22,7 +23,7 @@ def model():
     return FAMILIES["llama"].build()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tokens(model):
     """A conversation whose answers are those of the model itself, without compression."""
     ids = FAMILIES["llama"].inputs(model, [60])["input_ids"][0].tolist()
@@ -103,8 +104,7 @@ def test_every_turn_is_answered_as_on_a_compressed_cache_of_its_own(model, token
     assert not all(trues)
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "protocol"), paired(METHODS, PROTOCOLS))
 def test_every_kv_method_answers_and_keeps_its_share_of_the_first_prompt(model, tokens, protocol, method):
     right, kept, _ = answer_turns(model, tokens, protocol, method, 0.5, **calibration_of(method, model))
     assert len(right) == 3

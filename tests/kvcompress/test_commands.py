@@ -33,7 +33,7 @@ def hello(arguments: list[str]) -> None:
 def registered(monkeypatch):
     """A command `hello` of another package."""
     entry = EntryPoint("hello", f"{__name__}:hello", __main__.GROUP)
-    monkeypatch.setattr(__main__, "entry_points", lambda group: EntryPoints([entry]).select(group=group))
+    monkeypatch.setattr(__main__, "registered", lambda: EntryPoints([entry]))
 
 
 def test_a_registered_command_gets_its_arguments(registered, capsys):

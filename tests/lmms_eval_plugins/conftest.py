@@ -1,4 +1,4 @@
-"""Tiny checkpoints on disk, shared by all tests of a run; a small index of tasks; a browser."""
+"""Tiny checkpoints on disk and the bundled model, shared by all tests of a run; a small index of tasks; a browser."""
 
 import shutil
 from collections.abc import Callable
@@ -6,13 +6,43 @@ from functools import cache, partial
 
 import pytest
 
+from lmms_eval_plugins.model import loading
+from lmms_eval_plugins.model.arguments import TINY_MODEL, ModelArguments
+from lmms_eval_plugins.report import folder
 from tests.support.checkpoints import save_checkpoint
+
+_tiny_models: dict[str, object] = {}
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Callable[[str], str]:
     """family name -> folder with its tiny checkpoint, which no test may change."""
     return cache(lambda family: save_checkpoint(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture
+def one_tiny_model(monkeypatch) -> None:
+    """Evaluations in this process share the weights of the bundled model."""
+    read = loading._read
+
+    def read_once(
+        args: ModelArguments, raw_config: object, config: object, processor: object, settings: dict
+    ) -> object:
+        if args.pretrained != ModelArguments(pretrained=TINY_MODEL).pretrained:
+            return read(args, raw_config, config, processor, settings)
+        key = repr((args.revision, args.trust_remote_code, settings))
+        if key not in _tiny_models:
+            _tiny_models[key] = read(args, raw_config, config, processor, settings)
+        return _tiny_models[key]
+
+    monkeypatch.setattr(loading, "_read", read_once)
+
+
+@pytest.fixture
+def plots_not_drawn(monkeypatch) -> None:
+    """The plots beside a table of cells are empty files; test_evaluate.py and report/test_table.py draw them."""
+    for name in ("plot", "plot_throughput"):
+        monkeypatch.setattr(folder, name, lambda frame, title, path: path.touch())
 
 
 @pytest.fixture

@@ -24,11 +24,13 @@ from lmms_eval_plugins.cells import run as cell_run
 from lmms_eval_plugins.cells.errors import EvaluationFailed
 from lmms_eval_plugins.model.lm import KVCompressLM
 
+pytestmark = pytest.mark.usefixtures("plots_not_drawn")
+
 FOUR = ["tiny_textvqa", "tiny", "snapkv", "0.2"]
 
 
 @pytest.fixture(autouse=True)
-def clean_process(monkeypatch, tmp_path):
+def clean_process(monkeypatch, tmp_path, one_tiny_model):
     """Each test in a folder of its own, and with what `main` sets for a whole process put back."""
     import lmms_eval.api.task
     import lmms_eval.evaluator

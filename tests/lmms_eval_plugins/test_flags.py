@@ -16,6 +16,8 @@ from lmms_eval_plugins.model.lm import KVCompressLM
 
 from .test_evaluate import FOUR, clean_process, error_line, read  # noqa: F401 (a fixture that each test here uses)
 
+pytestmark = pytest.mark.usefixtures("plots_not_drawn")
+
 CELL = Path("results/tiny_textvqa/tiny/snapkv-0.2-limit=2")
 
 

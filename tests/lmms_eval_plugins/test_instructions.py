@@ -94,15 +94,16 @@ def test_the_bundled_file_is_what_is_drawn():
     assert pq.read_table(FILE).to_pylist() == drawn
 
 
+@pytest.mark.usefixtures("plots_not_drawn")
 def test_a_language_model_answers_it_through_the_plugin(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     save_checkpoint("llama", tmp_path / "model")
-    argv = [TASK, str(tmp_path / "model"), "full,snapkv", "0.5", "--limit", "4", "--gen_kwargs", "max_new_tokens=3"]
+    argv = [TASK, str(tmp_path / "model"), "full,snapkv", "0.5", "--limit", "2", "--gen_kwargs", "max_new_tokens=3"]
     assert evaluate.main(argv) == 0
     files = sorted(tmp_path.glob(f"results/{TASK}/**/samples.jsonl"))
     assert len(files) == 2
     for file in files:
         rows = [json.loads(line) for line in file.read_text().splitlines()]
-        assert len(rows) == 4
+        assert len(rows) == 2
         assert all(0 <= row["instructions_followed"] <= 1 and row["all_followed"] in (0, 1) for row in rows)

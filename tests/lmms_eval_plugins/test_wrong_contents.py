@@ -228,17 +228,16 @@ def test_a_processor_that_fails_is_named():
 
 
 @pytest.mark.parametrize(
-    ("part", "wrong", "named"),
+    ("part", "wrong", "named", "reader"),
     [
-        ("configs", "x", "configs is 'x'"),
-        ("group_subtasks", {"tiny_textvqa": 7}, "group_subtasks.tiny_textvqa is 7"),
-        ("metric_tokens", True, "metric_tokens is True"),
-        ("results", {"tiny_textvqa": None}, "results.tiny_textvqa is None"),
-        ("efficiency", {"tpot_s": {"median": "\x1b[31m"}}, "efficiency.tpot_s.median is '\\x1b[31m'"),
-        ("environment", {"processes": " "}, "environment.processes is ' '"),
+        ("configs", "x", "configs is 'x'", 0),
+        ("group_subtasks", {"tiny_textvqa": 7}, "group_subtasks.tiny_textvqa is 7", 4),
+        ("metric_tokens", True, "metric_tokens is True", 6),
+        ("results", {"tiny_textvqa": None}, "results.tiny_textvqa is None", 0),
+        ("efficiency", {"tpot_s": {"median": "\x1b[31m"}}, "efficiency.tpot_s.median is '\\x1b[31m'", 4),
+        ("environment", {"processes": " "}, "environment.processes is ' '", 6),
     ],
 )
-@pytest.mark.parametrize("reader", [0, 4, 6])
 def test_a_cell_with_a_part_of_another_kind_is_left_out_and_named(part, wrong, named, reader):
     results = json.loads((world() / CELL / RESULTS_FILE).read_text())
     case = Case("cell's results", f"{CELL}/{RESULTS_FILE}", "", json.dumps({**results, part: wrong}).encode(), reader)

@@ -21,7 +21,7 @@ from lmms_eval.utils import load_yaml_config
 from PIL import Image
 
 from lmms_eval_plugins import tasks
-from lmms_eval_plugins.tasks import task_names
+from lmms_eval_plugins.tasks import official_tasks
 from tests.support.checkpoints import write_video
 
 TASKS = Path(lmms_eval.tasks.__file__).parent
@@ -126,11 +126,11 @@ VIDEOS = {
 
 def leaves(name: str) -> list[str]:
     """Return the lmms-eval tasks of a group or a tag; a task is its own."""
-    if name in task_names(TASKS):
+    if name in official_tasks():
         return [name]
     line = re.compile(rf"^(group|tag): *[\"']?{re.escape(name)}[\"']? *$", re.MULTILINE)
     paths = [path for path in TASKS.rglob("*.yaml") if line.search(path.read_text(encoding="utf-8"))]
-    tagged = [task for task, path in task_names(TASKS).items() if path in paths]
+    tagged = [task for task, path in official_tasks().items() if path in paths]
     if tagged:
         return tagged
     (path,) = paths
@@ -139,12 +139,12 @@ def leaves(name: str) -> list[str]:
 
 def config_of(task: str) -> dict[str, Any]:
     """Return the task's YAML with its includes, without functions."""
-    return load_yaml_config(str(task_names(TASKS)[task]), mode="simple")
+    return load_yaml_config(str(official_tasks()[task]), mode="simple")
 
 
 def row(task: str, number: int) -> dict[str, Any]:
     """Return a document of a task."""
-    path = task_names(TASKS)[task]
+    path = official_tasks()[task]
     yamls = [path, *(file for file in path.parent.iterdir() if file.name.startswith("_default"))]
     text = "".join(file.read_text(encoding="utf-8") for file in yamls)
     code = "".join(
@@ -205,7 +205,7 @@ def write_data(names: list[str], data_root: Path, hf_home: Path, rows: int = 3) 
 
 def index_of(*names: str) -> lmms_eval.tasks.TaskManager:
     """Return a task manager that has indexed only the folders of these tasks, as all 1900 YAMLs take seconds."""
-    folders = sorted({str(task_names(TASKS)[name].parent) for name in names})
+    folders = sorted({str(official_tasks()[name].parent) for name in names})
     return lmms_eval.tasks.TaskManager(include_defaults=False, include_path=[*folders, str(tasks.BUNDLED_TASKS)])
 
 

@@ -15,6 +15,8 @@ from lmms_eval_plugins.tasks import BUNDLED_TASKS
 
 from ..test_evaluate import FOUR, clean_process, error_line, read  # noqa: F401 (a fixture that each test here uses)
 
+pytestmark = pytest.mark.usefixtures("plots_not_drawn")
+
 
 @pytest.fixture
 def data_root(tmp_path):

@@ -13,6 +13,8 @@ from lmms_eval_plugins.cells.methods_asked import GROUPS, asked_for
 from lmms_eval_plugins.cells.names import check_names
 from lmms_eval_plugins.cells.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("one_tiny_model", "plots_not_drawn")
+
 NEED_A_FILE = {"duoattention", "fastkvzip", "kvzap", "q-filters", "sparsemm", "triattention"}
 
 
@@ -107,7 +109,10 @@ def test_the_line_comes_first_the_others_run_and_the_exit_code_is_2(tmp_path, mo
 def test_a_prompt_that_a_method_of_all_cannot_be_given_costs_its_cell_alone(tmp_path, monkeypatch, capsys):
     """Some keep all of a picture, or more than was asked for."""
     monkeypatch.chdir(tmp_path)
-    assert evaluate.main(["tiny_textvqa", "tiny", "all-tokens", "0.2", "--limit", "1"]) == 0
+    assert (
+        evaluate.main(["tiny_textvqa", "tiny", "all-tokens", "0.2", "--limit", "1", "--gen_kwargs", "max_new_tokens=1"])
+        == 0
+    )
     left_out = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left out: cell ")]
     refused = ["dycoke", "evs", "fastvid", "framefusion", "holitom", "pyramiddrop", "vidcom2"]
     assert [line.split()[3] for line in left_out] == [f"{name}-0.2:" for name in refused]

@@ -345,6 +345,7 @@ def test_texts_and_pictures_of_a_needle_come_in_turn():
     assert scoring.doc_to_text(doc, kwargs) == "".join(part["text"] for part in parts[::2])
 
 
+@pytest.mark.usefixtures("one_tiny_model", "plots_not_drawn")
 def test_the_command_evaluates_a_generated_folder(tmp_path, monkeypatch, small_index):
     write(tmp_path / "pack", "--questions", "1", "--lengths", "2", "--kinds", "retrieval_image,counting,table_value")
     monkeypatch.chdir(tmp_path)

@@ -13,7 +13,7 @@ DOCS = [{"text": "what word is it?", "images": [image(0)]}, {"text": "which?", "
 
 @pytest.fixture(scope="module")
 def loaded(checkpoint):
-    return load_lm(checkpoint("llava-onevision"), batch_size=2)
+    return load_lm(checkpoint("qwen2-vl"), batch_size=2)
 
 
 @pytest.fixture

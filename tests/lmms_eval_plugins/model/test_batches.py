@@ -104,12 +104,12 @@ def test_tower_and_processor_run_once_for_all_cells(checkpoint, docs, monkeypatc
     lm = load_lm(checkpoint("llava-onevision"), batch_size=2)
     calls = count_calls(monkeypatch, lm)
     lm.set_cell()
-    lm.generate_until(requests(lm, docs))
+    lm.generate_until(requests(lm, docs, max_new_tokens=2))
     first = list(calls)
     assert first.count("processor") == 2
     assert {"get_image_features", "get_video_features"} <= set(first)
     lm.set_cell("snapkv", 0.5)
-    lm.generate_until(requests(lm, docs))
+    lm.generate_until(requests(lm, docs, max_new_tokens=2))
     assert calls == first
 
 
@@ -144,8 +144,8 @@ def test_a_method_that_watches_the_tower_runs_it(checkpoint, monkeypatch):
     assert answers == expected
 
 
-def test_a_picture_is_known_by_what_it_shows(lm_of_tiny):
-    lm = lm_of_tiny
+def test_a_picture_is_known_by_what_it_shows(small_lm):
+    lm = small_lm
     one, other = {"text": "what word?", "images": [image(1)]}, {"text": "what word?", "images": [image(2)]}
     lm.batches.begin([])
     known = [
@@ -156,8 +156,8 @@ def test_a_picture_is_known_by_what_it_shows(lm_of_tiny):
 
 
 @pytest.fixture(scope="module")
-def lm_of_tiny():
-    return load_lm()
+def small_lm(checkpoint):
+    return load_lm(checkpoint("qwen2-vl"))
 
 
 def test_a_replaced_video_is_read_again(tmp_path, checkpoint):
@@ -173,8 +173,8 @@ def test_a_replaced_video_is_read_again(tmp_path, checkpoint):
 # -- times and memory are those of a generation in which the tower runs
 
 
-def test_time_to_first_token_holds_the_towers_seconds_where_it_did_not_run(lm_of_tiny, monkeypatch):
-    lm, docs = lm_of_tiny, [{"text": "what word is it?", "images": [image(7, 192, 192)]}]
+def test_time_to_first_token_holds_the_towers_seconds_where_it_did_not_run(small_lm, monkeypatch):
+    lm, docs = small_lm, [{"text": "what word is it?", "images": [image(7, 192, 192)]}]
     lm.batches.begin(["other"])
     base = type(lm.model.base_model)
     original = base.get_image_features
@@ -184,7 +184,7 @@ def test_time_to_first_token_holds_the_towers_seconds_where_it_did_not_run(lm_of
     @functools.wraps(original)
     def slow(self, *args, **kwargs):
         ran.append(self)
-        time.sleep(0.5)
+        time.sleep(0.1)
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(base, "get_image_features", slow)
@@ -195,12 +195,12 @@ def test_time_to_first_token_holds_the_towers_seconds_where_it_did_not_run(lm_of
     assert lm.compression is before
     (row, known) = lm.rows
     assert (row["vision_is_known"], known["vision_is_known"]) == (False, True)
-    assert known["vision_s"] == row["vision_s"] > 0.5
+    assert known["vision_s"] == row["vision_s"] > 0.1
     assert known["ttft_s"] > known["vision_s"]
 
 
-def test_peak_memory_is_that_of_the_tower_where_it_would_be_higher(lm_of_tiny, monkeypatch):
-    lm, docs = lm_of_tiny, [{"text": "what word?", "images": [image(8)]}]
+def test_peak_memory_is_that_of_the_tower_where_it_would_be_higher(small_lm, monkeypatch):
+    lm, docs = small_lm, [{"text": "what word?", "images": [image(8)]}]
     grid(lm, docs, [{}])
     ((call, found),) = lm.batches.encoded(lm.prepare(requests(lm, docs))).items()
     high = Encoded(found.output, found.device, found.seconds, peak_memory=10**15)
@@ -226,8 +226,8 @@ def count_passes(monkeypatch, lm: KVCompressLM) -> list[int]:
     return columns
 
 
-def test_a_prompt_passes_once_for_all_cells_but_for_the_first_batch_of_each(monkeypatch):
-    lm = load_lm(batch_size=2)
+def test_a_prompt_passes_once_for_all_cells_but_for_the_first_batch_of_each(checkpoint, monkeypatch):
+    lm = load_lm(checkpoint("qwen2-vl"), batch_size=2)
     docs = [{"text": "what word?", "images": [image(n)]} for n in range(6)]
     columns = count_passes(monkeypatch, lm)
     passes = []
@@ -239,22 +239,22 @@ def test_a_prompt_passes_once_for_all_cells_but_for_the_first_batch_of_each(monk
     assert passes == [warm_up + first + others, warm_up + first, first]
 
 
-def test_single_questions_share_no_pass_unless_asked_to(monkeypatch):
+def test_single_questions_share_no_pass_unless_asked_to(checkpoint):
     docs = [{"text": "what word?", "images": [image(n)]} for n in range(3)]
     for arguments, shared in (({}, [False] * 3), ({"prompt_cache_gb": 1}, [False, True, True])):
-        _, rows = grid(load_lm(batch_size=1, **arguments), docs, CELLS[:2])
+        _, rows = grid(load_lm(checkpoint("qwen2-vl"), batch_size=1, **arguments), docs, CELLS[:2])
         assert [row["prompt_is_known"] for row in rows[0]] == [False] * 3
         assert [row["prompt_is_known"] for row in rows[1]] == shared
 
 
-def test_time_to_first_token_holds_the_seconds_of_a_pass_that_did_not_run(monkeypatch):
-    lm = load_lm(batch_size=1, prompt_cache_gb=1)
+def test_time_to_first_token_holds_the_seconds_of_a_pass_that_did_not_run(checkpoint, monkeypatch):
+    lm = load_lm(checkpoint("qwen2-vl"), batch_size=1, prompt_cache_gb=1)
     decoder = type(lm.model.base_model.language_model)
     forward = decoder.forward
 
     @functools.wraps(forward)
     def slow(self, *args, **kwargs):
-        time.sleep(0.3 if kwargs["inputs_embeds"].shape[1] > 1 else 0)
+        time.sleep(0.2 if kwargs["inputs_embeds"].shape[1] > 1 else 0)
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(decoder, "forward", slow)
@@ -262,7 +262,7 @@ def test_time_to_first_token_holds_the_seconds_of_a_pass_that_did_not_run(monkey
     _, (first, second) = grid(lm, docs, CELLS[:2])
     assert second[1]["prompt_is_known"]
     assert second[1]["ttft_s"] == pytest.approx(first[1]["ttft_s"], abs=0.15)
-    assert second[1]["ttft_s"] > 0.3
+    assert second[1]["ttft_s"] > 0.2
     # Things lie in memory that do not where each pass just runs: only the first batch says what its peak was.
     for rows in (first, second):
         assert rows[0]["peak_memory_bytes"] > 0
@@ -351,7 +351,7 @@ def test_a_model_that_answers_once_keeps_nothing():
 
 def test_every_time_is_taken_when_the_device_is_done(checkpoint, docs):
     """Of the tower, the prefill, the tokens and the whole; where they run and where they were kept."""
-    lm = load_lm(checkpoint("llava-onevision"), batch_size=2, prompt_cache_gb=1, max_new_tokens=3)
+    lm = load_lm(checkpoint("qwen2-vl"), batch_size=2, prompt_cache_gb=1, max_new_tokens=3)
     with synchronised_reads(measure, shared_prompt, vision_tower, answering) as reads:
         grid(lm, docs)
     places = {read.rpartition(":")[0] for read in reads}

@@ -78,12 +78,12 @@ def test_rows_say_how_long_each_waited_and_what_all_slots_held(checkpoint):
     assert 0.5 * max(waited) < sum(row["share_s"] for row in rows) < wall  # preparing is no part of it
 
 
-@pytest.mark.parametrize("family", ["llava-onevision", "qwen3-vl", "internvl"])
-def test_images_and_videos_of_other_families(checkpoint, tmp_path, family):
+@pytest.mark.parametrize(("family", "piece"), [("llava-onevision", 256), ("qwen3-vl", 16), ("internvl", 16)])
+def test_images_and_videos_of_other_families(checkpoint, tmp_path, family, piece):
     video = write_video(tmp_path / "a.mp4")
     docs = [*DOCS[:3], {"text": "which of the two?", "images": [image(1), image(2, 64, 64)]}]
     docs += [{"text": "in either clip?", "videos": [video, video]}]
-    sizes = ({}, {"slots": 3}, {"slots": 3, "prefill_tokens": 16})
+    sizes = ({}, {"slots": 3}, {"slots": 3, "prefill_tokens": piece})
     one, *others = (load_lm(checkpoint(family), max_new_tokens=4, **CELL, **size) for size in sizes)
     expected = one.generate_until(requests(one, docs))
     for many in others:
@@ -91,16 +91,16 @@ def test_images_and_videos_of_other_families(checkpoint, tmp_path, family):
 
 
 @pytest.mark.parametrize(
-    "cell",
+    ("cell", "gigabytes"),
     [
-        {},
-        CELL,
-        {**CELL, "cache_implementation": "static"},
-        {"method": "adakv", "budget": 20},
-        {**CELL, "decode_budget": 16},
+        ({}, 1),
+        (CELL, 0),
+        (CELL, 1),
+        ({**CELL, "cache_implementation": "static"}, 1),
+        ({"method": "adakv", "budget": 20}, 1),
+        ({**CELL, "decode_budget": 16}, 1),
     ],
 )
-@pytest.mark.parametrize("gigabytes", [0, 1])
 def test_cells_share_tower_and_prefill_and_answers_do_not_depend_on_it(checkpoint, cell, gigabytes):
     lm = load_lm(checkpoint("qwen2-vl"), slots=2, prompt_cache_gb=gigabytes)
     fresh = load_lm(checkpoint("qwen2-vl"))

@@ -118,6 +118,7 @@ def test_the_figure_has_a_panel_for_each_cell_with_its_scores(folder, monkeypatc
 @pytest.mark.parametrize(
     "metric", ["acc", "a_metric_of_a_name_that_is_longer_than_the_bar_beside_it (flexible-extract)"]
 )
+@pytest.mark.usefixtures("figures_not_rendered")
 def test_no_title_overlaps_another_and_nothing_leaves_the_canvas(tmp_path, monkeypatch, metric):
     options = {"pooling": "max", "observation": "every-query-of-the-question"}
     series = [f"entropy-gated-chunkkv-{n} {' '.join(f'{k}={v}' for k, v in options.items())}" for n in range(6)]
@@ -130,7 +131,6 @@ def test_no_title_overlaps_another_and_nothing_leaves_the_canvas(tmp_path, monke
     title = "a-task-of-a-long-name, a-model-of-a-long-name: " + ", ".join(series)
     heatmap.draw(pd.DataFrame(rows), "length", "depth", title, metric, tmp_path / "heat.png")
     (figure,) = figures
-    figure.draw_without_rendering()
     *panels, bar = [axis for axis in figure.axes if axis.axison]
     assert len(panels) == 12
     assert "".join(bar.get_ylabel().split()) == "".join(f"{metric} (%)".split())

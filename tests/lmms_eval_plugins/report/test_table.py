@@ -138,6 +138,7 @@ def drawn(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [6, 46])
+@pytest.mark.usefixtures("figures_not_rendered")
 def test_a_legend_of_any_length_is_on_the_canvas_and_covers_no_point(tmp_path, monkeypatch, count):
     """All series are on the front, so all are named."""
     folder = write_cell(tmp_path, "full", 1.0, answers_per_s=1.0, scores={"exact_match,none": 1.0})
@@ -149,13 +150,13 @@ def test_a_legend_of_any_length_is_on_the_canvas_and_covers_no_point(tmp_path, m
         )  # fmt: skip
     for figure in drawn(folder, monkeypatch):
         (legend,), (axes,) = figure.legends, figure.axes
-        figure.draw_without_rendering()
         assert len(legend.get_texts()) >= count + 1
         box, canvas = legend.get_window_extent(), figure.bbox
         assert min(box.x0 - canvas.x0, box.y0 - canvas.y0, canvas.x1 - box.x1, canvas.y1 - box.y1) > -1  # pixel
         assert not box.overlaps(axes.get_tightbbox())
 
 
+@pytest.mark.usefixtures("figures_not_rendered")
 def test_above_twelve_series_only_those_on_the_front_are_coloured_and_the_rest_is_one_entry(tmp_path, monkeypatch):
     write_cell(tmp_path, "full", 1.0, answers_per_s=10.0, scores={"exact_match,none": 0.9})
     write_cell(tmp_path, "hindsight", 0.2, answers_per_s=2.0, scores={"exact_match,none": 0.9})

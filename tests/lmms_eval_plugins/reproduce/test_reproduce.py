@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -24,6 +25,7 @@ from lmms_eval_plugins.reproduce.__main__ import command, main
 from lmms_eval_plugins.reproduce.config import CONFIGS, load_config, load_reference
 from lmms_eval_plugins.reproduce.plan import plan
 from lmms_eval_plugins.reproduce.table import interval
+from lmms_eval_plugins.tasks import BUNDLED_TASKS, official_tasks, task_names
 from tests.lmms_eval_plugins.test_evaluate import clean_process  # noqa: F401 (a fixture that each test here uses)
 from tests.support.result_cells import write_answers as write
 
@@ -106,27 +108,32 @@ def test_shipped_files_are_valid_and_every_reference_value_has_its_cell(name):
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_tasks_and_metrics_of_shipped_files_are_a_harness_s(name):
-    from lmms_eval_plugins.tasks import task_manager
-
     config, _ = load_config(name)
     tasks = {benchmark.task: benchmark.metric for benchmark in config.benchmarks if benchmark.task}
     of_text = {task: tasks.pop(task) for task in list(tasks) if names.is_lm_eval(task)}
     for task, metric in of_text.items() if names.lm_eval_folder() else ():
         _, file = names.lm_eval_tasks()[task]
         assert re.search(f'metric: "?{metric}', file.read_text())
-    manager = task_manager(list(tasks)) if tasks else None
     for task, metric in tasks.items():
-        text = task_files(manager, task)
+        text = task_files(task)
         assert f"metric: {metric}" in text or ("official: textvqa/" in text and metric == "exact_match")
         assert "output_type: multiple_choice" not in text  # a likelihood, which is not evaluated
 
 
-def task_files(manager, task):
+@cache
+def known_files() -> dict[str, Path]:
+    """Task or group of lmms-eval -> its file."""
+    folder = names.task_folders()["lmms-eval"]
+    found = {name: file for file in folder.rglob("*.yaml") for name in names.defined_in(file)}
+    return {**found, **official_tasks(), **task_names(BUNDLED_TASKS)}
+
+
+def task_files(task):
     """The text of a task's file with the one that it includes; of a group, of its tasks' files."""
-    path = Path(manager.task_index[task]["yaml_path"])
+    path = known_files()[task]
     text = path.read_text()
     if "group:" in text:
-        return "\n".join(task_files(manager, each) for each in re.findall(r"^ *- (\w+)$", text, flags=re.MULTILINE))
+        return "\n".join(task_files(each) for each in re.findall(r"^ *- (\w+)$", text, flags=re.MULTILINE))
     included = re.findall(r"^include: *(\S+)$", text, flags=re.MULTILINE)
     return text + "".join((path.parent / name).read_text() for name in included)
 
@@ -500,6 +507,7 @@ def test_our_results_become_a_reference_that_reads_back_as_equal(configuration, 
 # -- the whole path
 
 
+@pytest.mark.usefixtures("plots_not_drawn")
 def test_the_bundled_model_is_compared_with_its_recorded_results_and_resumes(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(run, "execute", lambda argv: (evaluate.main(list(argv)), ""))  # without a new process
     command = ["tiny", "--limit", "2", "--only", "ratio=1,ratio=0.2"]
