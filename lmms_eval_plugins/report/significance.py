@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import binomtest, permutation_test
 from statsmodels.regression.linear_model import OLS
+from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.power import normal_sample_size_one_tail
 
 from kvcompress import KVCompressError
@@ -119,10 +120,9 @@ def _clustered(values: np.ndarray, codes: np.ndarray) -> tuple[float, float, flo
 def holm(p_values: Numbers) -> np.ndarray:
     """Return p-values corrected for their number by Holm's method; NaN stays NaN and does not count."""
     corrected = np.array(p_values, float)
-    known = np.flatnonzero(~np.isnan(corrected))
-    ascending = known[np.argsort(corrected[known])]
-    factors = np.arange(len(ascending), 0, -1)
-    corrected[ascending] = np.minimum(np.maximum.accumulate(factors * corrected[ascending]), 1)
+    known = ~np.isnan(corrected)
+    if known.any():
+        corrected[known] = multipletests(corrected[known], method="holm")[1]
     return corrected
 
 

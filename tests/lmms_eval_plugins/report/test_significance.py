@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from lmms_eval.api.metrics import clustered_stderr, paired_ttest, power_analysis
 from scipy.stats import binomtest, t, ttest_rel
-from statsmodels.stats.multitest import multipletests
 
 from kvcompress import KVCompressError
 from lmms_eval_plugins.report.significance import (
@@ -113,8 +112,6 @@ def test_holm_multiplies_the_smallest_by_the_number_of_tests():
     corrected = holm([0.01, 0.04, np.nan, 0.03, 0.5])
     assert corrected == pytest.approx([0.04, 0.09, np.nan, 0.09, 0.5], nan_ok=True)
     assert np.isnan(holm([np.nan])).all()
-    many = np.random.default_rng(0).random(40).round(1) ** 3  # with ties
-    assert holm(many) == pytest.approx(multipletests(many, method="holm")[1])
 
 
 def test_power_is_lmms_evals():
