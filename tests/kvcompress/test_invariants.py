@@ -21,9 +21,9 @@ from tests.support.kept import expected_entries, kept_of, real_lengths
 from tests.support.snapshot import snapshot
 from tests.support.strategies import METHODS, OPTIONS, SOME_METHODS, Case, cases
 
-NEW = 4
+NEW = 3
 TOLERANCE = 1e-4  # fp32, logits of order 1
-property_test = examples(8)
+property_test = examples(4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -160,7 +160,7 @@ def test_scores_of_a_row_do_not_depend_on_its_batch_or_padding(method, monkeypat
     runs, tokens = [], None
     for inputs in (case.inputs, case.family.solo(case.inputs, 1)):
         with case.compress(merge="average", decode_budget=10, decode_interval=2):
-            tokens, _ = generate(case.model, inputs, 2 * NEW, tokens)
+            tokens, _ = generate(case.model, inputs, 4, tokens)
         runs.append(list(seen))
         seen.clear()
         tokens = tokens[1:]
@@ -216,7 +216,7 @@ def test_the_same_seed_selects_the_same_entries(method):
     runs = []
     for _ in range(2):
         with kvcompress.compress(model, method, 0.3, **calibration_of(method, model)) as session:
-            generate(model, inputs, NEW)
+            generate(model, inputs, 1)
         runs.append([[head.tolist() for row in layer for head in row] for layer in kept_of(session.cache)])
     assert runs[0] == runs[1]
 
@@ -269,7 +269,7 @@ def test_scoring_memory_is_linear_in_the_prompt(method, variant):
             kvcompress.make_cluster(method, **given).update_kv(queries, keys, values, prompt)
         return mode.numel
 
-    assert largest(4000) <= 2.1 * largest(2000)
+    assert largest(2400) <= 2.1 * largest(1200)
 
 
 def test_kv_bytes_are_those_of_the_tensors_and_fall_with_the_ratio():
@@ -363,13 +363,18 @@ def test_a_window_or_sinks_beyond_prompt_and_budget_are_no_error(method):
     options = {name: large[name] for name in kvcompress.list_methods()[method].options if name in large}
     for ratio, length in ((0.5, 9), (0.1, 9), (0.5, 1)):
         with kvcompress.compress(model, method, ratio, **options, **calibration_of(method, model)) as session:
-            generate(model, FAMILIES["qwen2"].inputs(model, [length]), 3)
+            generate(model, FAMILIES["qwen2"].inputs(model, [length]), 2)
         kept = [len(head) for layer in kept_of(session.cache) for head in layer[0]]
-        assert sum(kept) == len(kept) * (expected_entries(ratio, length) + 2)
+        assert sum(kept) == len(kept) * (expected_entries(ratio, length) + 1)
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if "sinks" in kvcompress.list_methods()[name].options])
-@pytest.mark.parametrize("head_budget", ["uniform", "shared", "adaptive"])
+@pytest.mark.parametrize(
+    ("method", "head_budget"),
+    paired(
+        [name for name in METHODS if "sinks" in kvcompress.list_methods()[name].options],
+        ["uniform", "shared", "adaptive"],
+    ),
+)
 def test_of_sinks_that_the_budget_has_no_room_for_the_first_stay(method, head_budget):
     model = FAMILIES["qwen2"].build()
     inputs = FAMILIES["qwen2"].inputs(model, [40, 33])
