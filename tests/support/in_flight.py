@@ -81,7 +81,7 @@ def check_in_flight(
     method: str,
     slots: int,
     tolerance: float = 2e-4,
-    prefill_tokens: int | None | Sequence[int | None] = None,
+    prefill_tokens: int | Sequence[int | None] | None = None,
     prefix_cache: kvcompress.PrefixCache | None = None,
     **options: object,
 ) -> None:

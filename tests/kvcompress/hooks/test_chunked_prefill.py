@@ -158,7 +158,7 @@ def test_every_layer_and_head_stores_exactly_its_budget_after_each_chunk(family,
 @given(data=st.data())
 def test_a_row_does_not_depend_on_its_batch_or_padding(family, data):
     case, size, changes = data.draw(chunked_cases(family)), data.draw(sizes), data.draw(budgets)
-    # Of two entries, one kept and one new, rounding chooses: keys equally like their mean, scores set to mean and spread.
+    # Of two entries rounding chooses: keys equally like their mean, and scores set to mean and spread.
     assume(case.method not in ("keydiff", "triattention"))
     inputs = case.inputs
     columns = inputs["input_ids"].shape[1]
