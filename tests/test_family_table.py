@@ -39,8 +39,8 @@ from tests.family_table import (
 from tests.support import families
 from tests.support.families import FIRST_TEXT, IMAGE, MORE_FAMILIES, VIDEO, Family
 
-# The seven of FAMILIES have the property tests; here one method each for the others, all of it in the slow test. Batches
-# have images, too, and a video is a row without pads.
+# The seven of FAMILIES have the property tests; here one method each for the others, all of it in the slow test. Where
+# there are videos, these are rows without pads, and images are in the batches.
 SOME = [
     (name, kind, METHODS[(row + column) % len(METHODS)])
     for row, (name, family) in enumerate(MORE_FAMILIES.items())

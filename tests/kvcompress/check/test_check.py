@@ -103,11 +103,12 @@ BATCH = "a row gives the same result in a padded batch as alone"
 DECODING = "a row gives the same result in a batch as alone while decoding evicts"
 RAGGED = "a row gives the same result in a batch as alone with ragged heads"
 CHUNKS = "a row gives the same result in a batch as alone in chunks"
+LINEAR = "memory is linear in the prompt"
 MASKED = "decoding equals the full cache under a mask"
 WRONG = [
     (MeanOverPads, BATCH, r"qwen2, 50 and 31 tokens, ratio 0.3: row 1, layer 0, KV head 0: entry \d+ of 31 scores"),
     (MeanOverPads, CHUNKS, "prefill_chunk=16.*while decoding: entry .* in the batch, .* alone"),
-    (EveryPair, "memory is linear in the prompt", "qwen2, 1500 and 3000 tokens: scoring creates a tensor of"),
+    (EveryPair, LINEAR, "qwen2, 1500 and 3000 tokens: scoring creates a tensor of"),
     (Unseeded, "the same prompt keeps the same entries", "layer 0 keeps other entries when run again"),
     (OneTooFew, "each row keeps its budget", r"row 0 keeps \[\[14, 14\].* per layer and head instead of 15"),
     (FirstOfTheBatch, BATCH, "row 0, layer 0 has the same scores, but its choice sums to .* in the batch, .* alone"),
@@ -194,16 +195,16 @@ def test_what_cannot_be_checked_is_one_line(words, said, capsys):
 
 
 @pytest.mark.parametrize(
-    ("method", "options"),
+    ("method", "options", "asked"),
     [
-        ("keydiff", {}),  # equal tokens have equal scores, and rounding breaks the tie
-        ("lagkv", {}),  # scores in blocks, of one size whatever the prompt's
-        ("snapkv", {"prefill_chunk": 40, "window_size": 4}),  # an option that a promise sets, too
+        ("keydiff", {}, [BATCH, DECODING, RAGGED, CHUNKS]),  # equal tokens score the same, and rounding breaks the tie
+        ("lagkv", {}, [LINEAR]),  # scores in blocks, of one size whatever the prompt's
+        ("snapkv", {"prefill_chunk": 40, "window_size": 4}, PROMISES),  # an option that a promise sets, too
     ],
 )
-def test_methods_of_ours_keep_every_promise(method, options):
+def test_methods_of_ours_keep_the_promises_that_are_hard_to_check(method, options, asked):
     checked = Checked(method, options)
-    assert {promise: reason for promise, check in PROMISES.items() if (reason := failure(check, checked, None))} == {}
+    assert {promise: reason for promise in asked if (reason := failure(PROMISES[promise], checked, None))} == {}
 
 
 def test_a_promise_that_a_method_does_not_make_is_named_with_the_reason(capsys, monkeypatch):

@@ -28,7 +28,7 @@ from tests.support.strategies import METHODS, OPTIONS, SOME_METHODS, Case, cases
 
 NEW = 4
 TOLERANCE = 1e-4  # fp32, logits of order 1
-property_test = examples(3)
+property_test = examples(2)
 
 
 def takes_chunks(method: str, **options: object) -> bool:
