@@ -231,7 +231,7 @@ def test_memory_stays_bounded_however_long_the_answer_is(method, interval):
         model, method, 0.5, decode_budget=12, decode_interval=interval, **small, **calibration_of(method, model)
     ) as session:
         # Remembered queries are cut back now and then, at the latest when they are several windows.
-        new = max(80, 10 * make_policy(method, 0.5, **small, **calibration_of(method, model)).query_window)
+        new = max(60, 6 * make_policy(method, 0.5, **small, **calibration_of(method, model)).query_window)
         generate(model, inputs, new, stopping_criteria=StoppingCriteriaList([note]))
     kept = [session.cache.kept_indices(layer) for layer in range(3)]
     sizes = [len(head) for layer in kept for row in layer for head in row]

@@ -42,7 +42,7 @@ def case_of(method: str, family: str, lengths=(33, 21), heads=(4, 2), ratio=0.3,
 
 @pytest.mark.parametrize("family", FEW)
 @each_method
-@examples(3)
+@examples(2)
 @given(data=st.data())
 def test_the_promises_of_every_method(method, family, data):
     """Identity, the masked reference, exact budgets, ascending real columns, a row as it is alone."""
