@@ -50,7 +50,7 @@ def test_decoding_equals_the_full_cache_under_a_mask_that_hides_what_was_dropped
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize(("method", "family"), some(paired(METHODS, list(FAMILIES)), SOME_METHODS))
+@pytest.mark.parametrize(("method", "family"), some(paired(METHODS, list(FAMILIES)), [*SOME_METHODS, "random"]))
 def test_every_method_by_name_decodes_as_the_full_cache_under_that_mask_and_a_row_as_alone(method, family):
     """The property tests draw methods: here none is left out. With eviction while decoding, which sees what was kept of
     the prompt first, cache/test_decode_eviction.py has them all in every run."""
