@@ -36,7 +36,7 @@ from tests.support.families import FAMILIES
 from tests.support.in_flight import check_in_flight
 from tests.support.strategies import METHODS, OPTIONS
 
-NEW = 8
+NEW = 6
 TOLERANCE = 2e-4
 ALL_CHANNELS = {"cache_implementation": "think", "key_channels": 1.0, "key_recent": 5}
 EIGHT_BITS = {"cache_implementation": "quantized", "kv_backend": "hqq", "kv_bits": 8, "kv_group_size": 16}

@@ -1,11 +1,12 @@
 """The policy: the method, its budget and the engine's options, combined."""
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 from ..clusters.base import KVCluster
 from ..clusters.calibrated import CalibratedKVCluster
 from ..layer_budgets import LayerBudget, layer_budget
-from ..methods import method_info
+from ..methods import Method, method_info
 from ..scoring.budget import Budget
 from ..tokens.base import TokenMethod
 from .options import PRESCRIBED, Engine, all_options
@@ -25,14 +26,20 @@ class Policy:
     engine: Engine
     tokens: TokenMethod | None = None
 
+    @cached_property  # looked up once: every layer asks for options at every step
+    def _cls(self) -> type[Method]:
+        return method_info(self.method).cls
+
     def chosen(self, name: str) -> object:
         """Return one of the `PRESCRIBED` options: the user's value, otherwise the method's default."""
-        given, cls = getattr(self.engine, name), method_info(self.method).cls
+        given = getattr(self.engine, name)
         if given is not None:
             return given
-        if isinstance(self.cluster, cls):
+        if isinstance(self.cluster, self._cls):
             return self.cluster.of_variant(name)
-        return getattr(cls, name, getattr(KVCluster, name))  # another method scores: its variant is not this one's
+        return getattr(
+            self._cls, name, getattr(KVCluster, name)
+        )  # another method scores: its variant is not this one's
 
     @property
     def protect(self) -> Spans | None:

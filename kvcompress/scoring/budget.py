@@ -68,6 +68,8 @@ def allocate(weights: Sequence[float], total: int, most: int) -> list[int]:
     low, high = 0.0, (most + 1) / min(positive)
     for _ in range(200):
         middle = (low + high) / 2
+        if middle in (low, high):  # there is no number in between
+            break
         low, high = (middle, high) if sum(shares(middle)) < total else (low, middle)
     wanted = shares(high)
     parts = [math.floor(share + 1e-9) for share in wanted]

@@ -82,7 +82,7 @@ def test_the_shell_completes_commands_and_their_flags(tmp_path, line, found):
 
 def test_a_reader_who_has_enough_ends_a_command_in_silence():
     listing = subprocess.Popen(
-        [sys.executable, "-m", "kvcompress", "list", "methods"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "kvcompress", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     listing.stdout.close()  # as `head` does
     assert listing.wait(60) == 141

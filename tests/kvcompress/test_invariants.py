@@ -21,9 +21,9 @@ from tests.support.kept import expected_entries, kept_of, real_lengths
 from tests.support.snapshot import snapshot
 from tests.support.strategies import METHODS, OPTIONS, SOME_METHODS, Case, cases
 
-NEW = 4
+NEW = 3
 TOLERANCE = 1e-4  # fp32, logits of order 1
-property_test = examples(8)
+property_test = examples(4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -50,9 +50,10 @@ def test_decoding_equals_the_full_cache_under_a_mask_that_hides_what_was_dropped
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize(("method", "family"), paired(METHODS, list(FAMILIES)))
+@pytest.mark.parametrize(("method", "family"), some(paired(METHODS, list(FAMILIES)), [*SOME_METHODS, "random"]))
 def test_every_method_by_name_decodes_as_the_full_cache_under_that_mask_and_a_row_as_alone(method, family):
-    """The property tests draw methods: here none is left out."""
+    """The property tests draw methods: here none is left out. With eviction while decoding, which sees what was kept of
+    the prompt first, cache/test_decode_eviction.py has them all in every run."""
     images = (1, 0) if FAMILIES[family].is_vlm else None
     has_window = "window_size" in kvcompress.list_methods()[method].options
     options = (("window_size", 4),) if has_window else ()  # else a window would be all that is kept
@@ -160,7 +161,7 @@ def test_scores_of_a_row_do_not_depend_on_its_batch_or_padding(method, monkeypat
     runs, tokens = [], None
     for inputs in (case.inputs, case.family.solo(case.inputs, 1)):
         with case.compress(merge="average", decode_budget=10, decode_interval=2):
-            tokens, _ = generate(case.model, inputs, 2 * NEW, tokens)
+            tokens, _ = generate(case.model, inputs, 3, tokens)
         runs.append(list(seen))
         seen.clear()
         tokens = tokens[1:]
@@ -209,14 +210,15 @@ def check_two_turns(case: Case, length: int) -> None:
     assert kept == [3 * sum(expected_entries(case.ratio, n, case.on_top) for n in lengths)]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if "seed" in kvcompress.list_methods()[name].options])
 def test_the_same_seed_selects_the_same_entries(method):
+    """Methods without a seed keep the same alone and in a batch, as by name in cache/test_decode_eviction.py."""
     model = FAMILIES["qwen2"].build()
     inputs = FAMILIES["qwen2"].inputs(model, [40, 25])
     runs = []
     for _ in range(2):
         with kvcompress.compress(model, method, 0.3, **calibration_of(method, model)) as session:
-            generate(model, inputs, NEW)
+            generate(model, inputs, 1)
         runs.append([[head.tolist() for row in layer for head in row] for layer in kept_of(session.cache)])
     assert runs[0] == runs[1]
 
@@ -269,7 +271,7 @@ def test_scoring_memory_is_linear_in_the_prompt(method, variant):
             kvcompress.make_cluster(method, **given).update_kv(queries, keys, values, prompt)
         return mode.numel
 
-    assert largest(4000) <= 2.1 * largest(2000)
+    assert largest(1600) <= 2.1 * largest(800)
 
 
 def test_kv_bytes_are_those_of_the_tensors_and_fall_with_the_ratio():
@@ -363,18 +365,23 @@ def test_a_window_or_sinks_beyond_prompt_and_budget_are_no_error(method):
     options = {name: large[name] for name in kvcompress.list_methods()[method].options if name in large}
     for ratio, length in ((0.5, 9), (0.1, 9), (0.5, 1)):
         with kvcompress.compress(model, method, ratio, **options, **calibration_of(method, model)) as session:
-            generate(model, FAMILIES["qwen2"].inputs(model, [length]), 3)
+            generate(model, FAMILIES["qwen2"].inputs(model, [length]), 2)
         kept = [len(head) for layer in kept_of(session.cache) for head in layer[0]]
-        assert sum(kept) == len(kept) * (expected_entries(ratio, length) + 2)
+        assert sum(kept) == len(kept) * (expected_entries(ratio, length) + 1)
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if "sinks" in kvcompress.list_methods()[name].options])
-@pytest.mark.parametrize("head_budget", ["uniform", "shared", "adaptive"])
+@pytest.mark.parametrize(
+    ("method", "head_budget"),
+    paired(
+        [name for name in METHODS if "sinks" in kvcompress.list_methods()[name].options],
+        ["uniform", "shared", "adaptive"],
+    ),
+)
 def test_of_sinks_that_the_budget_has_no_room_for_the_first_stay(method, head_budget):
     model = FAMILIES["qwen2"].build()
     inputs = FAMILIES["qwen2"].inputs(model, [40, 33])
     given = {"sinks": 6, "layer_budget": "uniform", "head_budget": head_budget, **calibration_of(method, model)}
-    for budget in range(1, 10):
+    for budget in (1, 2, 3, 5, 6, 7, 9):
         with kvcompress.compress(model, method, budget=budget, **given) as session:
             generate(model, inputs, 1)
         for layer in kept_of(session.cache):

@@ -81,17 +81,18 @@ def check_in_flight(
     method: str,
     slots: int,
     tolerance: float = 2e-4,
-    prefill_tokens: int | None = None,
+    prefill_tokens: int | Sequence[int | None] | None = None,
     prefix_cache: kvcompress.PrefixCache | None = None,
     **options: object,
 ) -> None:
     """Raise AssertionError if a request's logits in flight differ from those alone.
 
-    `prefill_tokens` and `prefix_cache` apply in flight."""
+    `prefill_tokens` (where there are several, each in turn) and `prefix_cache` apply in flight."""
     options = calibration_of(options.get("scorer", method), model) | options
     expected = alone(model, requests, new, method, **options)
     options |= {"prefix_cache": prefix_cache}
-    found = in_flight(model, requests, expected, method, slots, prefill_tokens, **options)
-    for (tokens, logits), (expected_tokens, expected_logits) in zip(found, expected, strict=True):
-        assert torch.equal(tokens.cpu(), expected_tokens.cpu())
-        torch.testing.assert_close(logits.cpu(), expected_logits.cpu(), atol=tolerance, rtol=0)
+    for pieces in prefill_tokens if isinstance(prefill_tokens, Sequence) else [prefill_tokens]:
+        found = in_flight(model, requests, expected, method, slots, pieces, **options)
+        for (tokens, logits), (expected_tokens, expected_logits) in zip(found, expected, strict=True):
+            assert torch.equal(tokens.cpu(), expected_tokens.cpu())
+            torch.testing.assert_close(logits.cpu(), expected_logits.cpu(), atol=tolerance, rtol=0)

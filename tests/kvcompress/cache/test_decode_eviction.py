@@ -19,9 +19,9 @@ from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES, FIRST_TEXT, SOME_FAMILIES, VOCAB_SIZE
 from tests.support.strategies import METHODS, SOME_METHODS, Case, cases
 
-NEW = 12
+NEW = 9
 TOLERANCE = 1e-4
-property_test = examples(4)
+property_test = examples(3)
 
 
 def run(case: Case, inputs: dict, forced=None, new: int = NEW, **options) -> tuple[torch.Tensor, torch.Tensor, dict]:
@@ -73,14 +73,14 @@ def test_every_method_by_name_evicts_as_the_full_cache_under_that_mask_and_a_row
     case = Case(FAMILIES[family], (4, 2), (33, 21), images, method, options, 0.5, seed=0)
     evicting = {"decode_budget": 8, "decode_interval": 2, **case.unmerged}
     forced = new_tokens(case.inputs)
-    _, logits, history = run(case, case.inputs, forced, 5, **evicting)
-    assert len(history[37][0][0][0]) < len(history[33][0][0][0]), "an eviction took place"
+    _, logits, history = run(case, case.inputs, forced, 4, **evicting)
+    assert len(history[36][0][0][0]) < len(history[33][0][0][0]), "an eviction took place"
     with only_attending_to(case.model, history):
-        _, expected = generate(case.model, case.inputs, 5, forced=forced)
+        _, expected = generate(case.model, case.inputs, 4, forced=forced)
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
-    _, alone, solo_history = run(case, case.family.solo(case.inputs, 1), forced[1:], 5, **evicting)
+    _, alone, solo_history = run(case, case.family.solo(case.inputs, 1), forced[1:], 4, **evicting)
     torch.testing.assert_close(logits[1], alone[0], atol=TOLERANCE, rtol=0)
-    for layer, solo_layer in zip(history[37], solo_history[37 - 12], strict=True):
+    for layer, solo_layer in zip(history[36], solo_history[36 - 12], strict=True):
         assert [(head - 12).tolist() for head in layer[1]] == [head.tolist() for head in solo_layer[0]]
 
 
@@ -231,7 +231,7 @@ def test_memory_stays_bounded_however_long_the_answer_is(method, interval):
         model, method, 0.5, decode_budget=12, decode_interval=interval, **small, **calibration_of(method, model)
     ) as session:
         # Remembered queries are cut back now and then, at the latest when they are several windows.
-        new = max(80, 10 * make_policy(method, 0.5, **small, **calibration_of(method, model)).query_window)
+        new = max(60, 6 * make_policy(method, 0.5, **small, **calibration_of(method, model)).query_window)
         generate(model, inputs, new, stopping_criteria=StoppingCriteriaList([note]))
     kept = [session.cache.kept_indices(layer) for layer in range(3)]
     sizes = [len(head) for layer in kept for row in layer for head in row]

@@ -10,7 +10,7 @@ from kvcompress.errors import KVCompressError
 from kvcompress.methods import method_info
 from tests import fuzz
 from tests.support.calibrations import calibration_of
-from tests.support.examples import some
+from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
 from tests.support.kept import expected_entries, kept_of
 from tests.support.strategies import METHODS, SOME_METHODS
@@ -38,15 +38,19 @@ def config(method: str, **options: object) -> dict:
     }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("method", some(METHODS, SOME_METHODS))
+@pytest.mark.parametrize(("method", "setting"), some(paired(METHODS, list(SETTINGS)), SOME_METHODS))
 def test_what_is_protected_stays_in_every_pass_and_every_batch(method, setting):
     fuzz.check(config(method, protect=setting, **SETTINGS[setting]))
 
 
-@pytest.mark.parametrize("layer_budget", ["uniform", "pyramid", "attention-entropy"])
-@pytest.mark.parametrize("head_budget", ["uniform", "shared", "adaptive"])
-@pytest.mark.parametrize("setting", SETTINGS)
+def latin_square() -> list[tuple[str, str, str]]:
+    """Each setting with each head budget and with each layer budget."""
+    heads, layers = ("uniform", "shared", "adaptive"), ("uniform", "pyramid", "attention-entropy")
+    settings = list(SETTINGS)
+    return [(settings[(i + j) % 3], head, layer) for i, head in enumerate(heads) for j, layer in enumerate(layers)]
+
+
+@pytest.mark.parametrize(("setting", "head_budget", "layer_budget"), latin_square())
 def test_parts_stay_whatever_shares_the_budget(setting, head_budget, layer_budget):
     shared = {"head_budget": head_budget, "layer_budget": layer_budget}
     fuzz.check(config("snapkv", protect=setting, **SETTINGS[setting], **shared))

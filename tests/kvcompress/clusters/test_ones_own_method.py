@@ -75,8 +75,7 @@ def test_it_equals_the_masked_full_cache_and_its_rows_alone(method, options, fam
     fuzz.check({**config, "method": method, "options": options})
 
 
-@pytest.mark.parametrize("method", OWN)
-@pytest.mark.parametrize("family", SOME_FAMILIES)
+@pytest.mark.parametrize(("method", "family"), paired(list(OWN), SOME_FAMILIES))
 def test_a_row_of_a_chunked_prefill_keeps_its_budget_and_what_it_would_keep_alone(family, method):
     family = FAMILIES[family]
     model = family.build()

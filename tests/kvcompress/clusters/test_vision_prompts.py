@@ -8,6 +8,7 @@ import kvcompress
 from kvcompress.check.promises import LargestTensor
 from kvcompress.check.reference import generate
 from kvcompress.layer_budgets import layer_budget, list_layer_budgets
+from tests.support.examples import paired
 from tests.support.families import FIRST_TEXT, IMAGE, PAD, VIDEO, VISION_START, VLM_FAMILIES, VOCAB_SIZE, Family
 from tests.support.kept import expected_entries, kept_of, real_lengths
 
@@ -56,8 +57,7 @@ def assert_budgets(session: kvcompress.Session, ratio: float, inputs: dict, deco
         assert sum(size.pop() - decoded for size in sizes) == len(kept) * expected_entries(ratio, length)
 
 
-@pytest.mark.parametrize("method", VISION_METHODS)
-@pytest.mark.parametrize("family", VLM_FAMILIES)
+@pytest.mark.parametrize(("method", "family"), paired(VISION_METHODS, list(VLM_FAMILIES)))
 def test_budgets_are_exact_wherever_the_images_stand(family, method):
     model = VLM_FAMILIES[family].build()
     inputs = batch_of_all_layouts(VLM_FAMILIES[family], model)
@@ -68,8 +68,7 @@ def test_budgets_are_exact_wherever_the_images_stand(family, method):
         assert_budgets(session, ratio, inputs, NEW - 1)
 
 
-@pytest.mark.parametrize("method", VISION_METHODS)
-@pytest.mark.parametrize("family", ["llava-onevision", "qwen3-vl"])
+@pytest.mark.parametrize(("method", "family"), paired(VISION_METHODS, ["llava-onevision", "qwen3-vl"]))
 def test_every_kind_of_prompt_keeps_the_same_alone_as_in_a_batch(family, method):
     model = VLM_FAMILIES[family].build()
     inputs = batch_of_all_layouts(VLM_FAMILIES[family], model)
@@ -105,8 +104,7 @@ def test_text_is_evicted_last(method):
     assert both, "no row has room for all text and some vision: the test shows nothing"
 
 
-@pytest.mark.parametrize("method", VISION_METHODS)
-@pytest.mark.parametrize("family", VLM_FAMILIES)
+@pytest.mark.parametrize(("method", "family"), paired(VISION_METHODS, list(VLM_FAMILIES)))
 def test_ratio_of_vision_keeps_text_and_exactly_the_share_of_vision(family, method):
     model = VLM_FAMILIES[family].build()
     inputs = batch_of_all_layouts(VLM_FAMILIES[family], model)
@@ -122,8 +120,9 @@ def test_ratio_of_vision_keeps_text_and_exactly_the_share_of_vision(family, meth
         assert sum(int(is_vision[row, head].sum()) for head in heads) == len(heads) * share
 
 
-@pytest.mark.parametrize("method", VISION_METHODS)
-@pytest.mark.parametrize("family", ["llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize(
+    ("method", "family"), paired(VISION_METHODS, ["llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
+)
 def test_budgets_are_exact_with_a_video(family, method):
     model = VLM_FAMILIES[family].build()
     inputs = VLM_FAMILIES[family].video_inputs()
@@ -168,4 +167,4 @@ def test_memory_is_linear_in_a_prompt_with_images(name):
                 layer_budget(name).measure(queries, keys, values, keys[..., 0], prompt)
         return mode.numel
 
-    assert largest(4000) <= 2.1 * largest(2000)
+    assert largest(2400) <= 2.1 * largest(1200)

@@ -21,14 +21,14 @@ from kvcompress.errors import KVCompressError
 from kvcompress.policy.make import make_policy
 from tests.support.calibrations import calibration_of
 from tests.support.docs import DOCS, python_blocks
-from tests.support.examples import examples, some
+from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES, IMAGE, SOME_FAMILIES, VIDEO, VISION_END, VISION_START
 from tests.support.kept import kept_of, real_lengths
 from tests.support.strategies import METHODS, OPTIONS, SOME_METHODS, Case, cases
 
 NEW = 4
 TOLERANCE = 1e-4  # fp32, logits of order 1
-property_test = examples(3)
+property_test = examples(2)
 
 
 def takes_chunks(method: str, **options: object) -> bool:
@@ -158,8 +158,8 @@ def test_every_layer_and_head_stores_exactly_its_budget_after_each_chunk(family,
 @given(data=st.data())
 def test_a_row_does_not_depend_on_its_batch_or_padding(family, data):
     case, size, changes = data.draw(chunked_cases(family)), data.draw(sizes), data.draw(budgets)
-    assume(case.method != "keydiff")  # of two keys, equally like their mean, rounding chooses
-    assume(case.method != "triattention" or min(case.lengths) > 2)  # so it does of two scores, set to mean and spread
+    # Of two entries rounding chooses: keys equally like their mean, and scores set to mean and spread.
+    assume(case.method not in ("keydiff", "triattention"))
     inputs = case.inputs
     columns = inputs["input_ids"].shape[1]
     with case.compress(prefill_chunk=size, **changes) as session:
@@ -235,8 +235,7 @@ def test_a_prompt_that_is_one_chunk_is_the_ordinary_prompt(method):
     assert all(torch.equal(a, b) for a, b in zip(*flat, strict=True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("method", ["full", "h2o", "snapkv"])
+@pytest.mark.parametrize(("family", "method"), paired(list(FAMILIES), ["full", "h2o", "snapkv"]))
 def test_at_ratio_one_chunks_give_the_logits_of_the_unhooked_model(family, method):
     chosen = FAMILIES[family]
     model = chosen.build()
@@ -425,7 +424,7 @@ def test_hundreds_of_frames_need_no_quadratic_tensor_and_chunks_attend_over_a_ch
 ):
     chosen = FAMILIES[family]
     model = chosen.build()
-    frames, words = 300, torch.arange(20, 30)
+    frames, words = 100, torch.arange(20, 30)
     if family == "qwen2-vl":
         video = [VISION_START, *[VIDEO] * (4 * frames), VISION_END]
         extra = {"pixel_values_videos": torch.randn(frames * 16, 3 * 2 * 14 * 14)}
@@ -456,7 +455,7 @@ def test_no_operation_on_thousands_of_frames_returns_as_many_elements_as_queries
     """Flattened, per head or as a mask. In one piece, and a padded batch in chunks."""
     family = FAMILIES["llava-onevision"]
     model = family.build()
-    frames, words = 3000, torch.arange(20, 30)
+    frames, words = 1000, torch.arange(20, 30)
     video = {"pixel_values_videos": torch.randn(1, frames, 3, 8, 8)}
     ids = torch.cat([words, torch.full([frames + 1], VIDEO), words])[None]
     batch = torch.cat([ids, torch.nn.functional.pad(words, (ids.shape[1] - 10, 0))[None]])
@@ -505,7 +504,7 @@ def test_the_streaming_example_answers_questions_in_between_and_holds_no_more_th
     generator = torch.Generator().manual_seed(0)
     ids = torch.tensor([[VISION_START, *[IMAGE] * token_count, VISION_END]])
     frames = []
-    for _ in range(50):
+    for _ in range(30):
         pixels = torch.randn(1, 3, 3, 8, 8, generator=generator)
         one = {"pixel_values": pixels, "image_sizes": torch.tensor([[8, 16]]), "batch_num_images": torch.tensor([1])}
         frames.append({"input_ids": ids, **one})
@@ -517,9 +516,9 @@ def test_the_streaming_example_answers_questions_in_between_and_holds_no_more_th
         exec(example.replace("% 10", f"% {every}"), names)
         results.append(names)
     asked, undisturbed = results
-    assert [answer.shape for answer in asked["answers"]] == [(1, 20)] * 5
+    assert [answer.shape for answer in asked["answers"]] == [(1, 20)] * 3
     assert not undisturbed["answers"]
-    assert asked["cache"].seen_tokens == 50 * ids.shape[1]
+    assert asked["cache"].seen_tokens == 30 * ids.shape[1]
     assert {len(head) for layers in asked["held"][5:] for heads in layers for head in heads} == {64}
     for ours, theirs in zip(asked["held"], undisturbed["held"], strict=True):
         assert all(torch.equal(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True))

@@ -11,7 +11,7 @@ import kvcompress
 from kvcompress import PrefixCache
 from kvcompress.errors import KVCompressError
 from tests.support.calibrations import calibration_of
-from tests.support.examples import examples, some
+from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES
 from tests.support.in_flight import with_end
 from tests.support.strategies import METHODS, SOME_METHODS, cases
@@ -45,7 +45,7 @@ def changes_prefill(policy):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@examples(4)
+@examples(2)
 @given(data=st.data())
 def test_a_prompt_that_begins_as_others_did_keeps_and_answers_what_it_does_alone(family, data):
     """A thousand cases: `EXAMPLES=36 pytest tests/kvcompress/hooks/test_prefix_cache.py -k begins_as_others`."""
@@ -78,23 +78,25 @@ def test_every_method_sees_the_whole_prompt_and_leaves_what_is_shared_as_it_was(
     assert prefixes.reused_tokens == (0 if changes_prefill(expected[2].policy) else shared)
 
 
+STORED = [
+    {"first_token": "compressed"},
+    {"scope": "context", "context_tokens": -6},
+    {"decode_budget": 8, "decode_interval": 2},
+    {"layer_budget": "global"},
+    {"positions": "cache"},
+    {"merge": "average"},
+    {"cache_implementation": "static", "max_new_tokens": NEW},
+    {"cache_implementation": "offloaded"},
+    {"cache_implementation": "quantized", "kv_backend": "hqq", "kv_bits": 8, "kv_group_size": 16},
+    {"cache_implementation": "think", "key_recent": 3},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"first_token": "compressed"},
-        {"scope": "context", "context_tokens": -6},
-        {"decode_budget": 8, "decode_interval": 2},
-        {"layer_budget": "global"},
-        {"positions": "cache"},
-        {"merge": "average"},
-        {"cache_implementation": "static", "max_new_tokens": NEW},
-        {"cache_implementation": "offloaded"},
-        {"cache_implementation": "quantized", "kv_backend": "hqq", "kv_bits": 8, "kv_group_size": 16},
-        {"cache_implementation": "think", "key_recent": 3},
-    ],
-    ids=lambda options: next(iter(options.values())),
+    ("options", "family"),
+    paired(STORED, ["qwen2", "qwen3-vl"]),
+    ids=lambda value: value if isinstance(value, str) else next(iter(value.values())),
 )
-@pytest.mark.parametrize("family", ["qwen2", "qwen3-vl"])
 def test_every_protocol_and_storage_goes_with_it(family, options):
     made, prefixes = FAMILIES[family], PrefixCache(gb=1)
     model = made.build()

@@ -54,7 +54,7 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@examples(4)
+@examples(2)
 @given(data=st.data())
 def test_a_shared_pass_gives_the_logits_and_kept_sets_of_ones_own_bit_for_bit(family, data):
     case = data.draw(cases(family))
@@ -213,17 +213,17 @@ def test_the_seconds_are_the_model_s_own_and_count_for_those_that_share_it(monke
     forward, score = decoder.forward, kvcompress.clusters.knorm.KnormKVCluster.score
 
     def slow_forward(self, *args, **kwargs):
-        time.sleep(0.2)
+        time.sleep(0.2 if kwargs["past_key_values"].get_seq_length() == 0 else 0)
         return forward(self, *args, **kwargs)
 
     def slow_score(self, *args, **kwargs):
-        time.sleep(0.1)
+        time.sleep(0.05)
         return score(self, *args, **kwargs)
 
     monkeypatch.setattr(decoder, "forward", slow_forward)
     monkeypatch.setattr(kvcompress.clusters.knorm.KnormKVCluster, "score", slow_score)
     first = answer(model, inputs, "knorm", 0.5)[-1]
-    assert 0.2 < first.prompt_pass.seconds < 0.3  # three layers scored in 0.3 s
+    assert 0.2 < first.prompt_pass.seconds < 0.3  # three layers scored in 0.15 s
     assert -0.05 < first.correction_s <= 0
     second = answer(model, inputs, "knorm", 0.5, first.prompt_pass)[-1]
     assert second.correction_s == pytest.approx(first.prompt_pass.seconds, abs=0.05)

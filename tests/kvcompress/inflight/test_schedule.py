@@ -89,7 +89,7 @@ def alone(model, inputs, new, method="snapkv", ratio=0.3, **options):
     slots=st.integers(1, 5),
     asked=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 9)), min_size=1, max_size=8),
 )
-@examples(25)
+@examples(8)
 def test_between_two_tokens_of_a_request_lie_at_most_two_steps_and_one_piece(prefill_tokens, slots, asked):
     model, passes = QWEN2.build(), Passes()
     prompts = [QWEN2.inputs(model, [length]) for length, _ in asked]

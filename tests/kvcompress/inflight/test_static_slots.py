@@ -3,6 +3,7 @@
 import pytest
 
 from tests.kvcompress.inflight import test_in_flight as on_a_cpu
+from tests.support.examples import some
 from tests.support.in_flight import check_in_flight
 
 STATIC = {"cache_implementation": "static"}
@@ -14,7 +15,9 @@ def test_answers_in_slots_of_fixed_shapes_are_as_alone(options, as_on_cuda):
     check_in_flight(model, requests, on_a_cpu.NEW, "snapkv", 2, ratio=0.3, **STATIC, **options)
 
 
-@pytest.mark.parametrize("evicting", [{}, {"decode_budget": 12, "decode_interval": 3}], ids=["keeping", "evicting"])
+@pytest.mark.parametrize(
+    "evicting", some([({},), (on_a_cpu.EVICTING,)], [on_a_cpu.EVICTING]), ids=["keeping", "evicting"]
+)
 def test_a_step_is_one_graph(evicting, as_on_cuda):
     on_a_cpu.test_a_step_is_one_graph_and_filling_or_freeing_a_slot_compiles_nothing(evicting)
 

@@ -21,7 +21,7 @@ from tests.support.kept import expected_entries, kept_of, real_lengths
 from tests.support.learned_checkpoints import checkpoint_for, write_kvzap
 from tests.support.strategies import LEARNED, Case
 
-NEW, TOLERANCE = 4, 1e-4
+NEW, TOLERANCE = 3, 1e-4
 FEW = ["qwen2", "llava-onevision", "qwen2.5-vl"]
 each_method = pytest.mark.parametrize("method", LEARNED)
 EVEN = {"layer_budget": "uniform", "head_budget": "uniform"}
@@ -42,7 +42,7 @@ def case_of(method: str, family: str, lengths=(33, 21), heads=(4, 2), ratio=0.3,
 
 @pytest.mark.parametrize("family", FEW)
 @each_method
-@examples(6)
+@examples(2)
 @given(data=st.data())
 def test_the_promises_of_every_method(method, family, data):
     """Identity, the masked reference, exact budgets, ascending real columns, a row as it is alone."""

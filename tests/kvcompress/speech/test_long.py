@@ -123,9 +123,9 @@ def test_kv_bytes_stay_level_while_both_write(omni, overlap):
         given, sizes = sampling(caches(model, **options))
         with kvcompress.attach(model.thinker), kvcompress.attach(model.talker):
             if overlap:
-                generate_overlapped(model, **asked(inputs, 60, 120), **given)
+                generate_overlapped(model, **asked(inputs, 45, 90), **given)
             else:
-                model.generate(**asked(inputs, 60, 120), **given)
+                model.generate(**asked(inputs, 45, 90), **given)
         return sizes
 
     for part, sizes in run(decode_budget=BUDGET).items():

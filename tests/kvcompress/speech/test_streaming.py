@@ -1,5 +1,6 @@
 """Sound made while the talker writes: the same samples, sooner, on bounded memory."""
 
+import inspect
 import threading
 from pathlib import Path
 
@@ -16,6 +17,12 @@ from tests.support.omni import CODE_S, MEL, UNHEARD, randomize_sound, tiny_confi
 
 SEED = 5
 EXACT = "exact"
+STEPS = 3  # in place of ten, from which the sound of a window differs in the same way, but which take longer
+
+
+@pytest.fixture(autouse=True)
+def steps(monkeypatch):
+    monkeypatch.setattr(streaming, "STEPS", STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +41,14 @@ def voice() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.fixture(scope="module")
 def codes() -> torch.Tensor:
     """More than an exact window sees; the last block is half full."""
-    return torch.randint(0, 60, (1, 107), generator=torch.Generator().manual_seed(2))
+    return torch.randint(0, 60, (1, 61), generator=torch.Generator().manual_seed(2))
 
 
 @pytest.fixture(scope="module")
 def whole(token2wav, voice, codes) -> torch.Tensor:
     """transformers' own waveform of the noise that streams begin with."""
     with torch.no_grad(), GivenNoise(noise_of(token2wav, codes.shape[1])):
-        return token2wav(codes, *voice)
+        return token2wav(codes, *voice, num_steps=STEPS)
 
 
 def noise_of(token2wav, codes: int) -> torch.Tensor:
@@ -60,12 +67,18 @@ def heard(sound: SoundStream, codes: torch.Tensor, at_a_time: int = 7) -> list[t
 # The samples
 
 
+def test_the_steps_are_those_of_a_whole_waveform_and_an_exact_window_sees_all_that_they_reach(token2wav, monkeypatch):
+    monkeypatch.undo()
+    default = inspect.signature(token2wav.code2wav_dit_model.sample).parameters["num_steps"].default
+    assert default == streaming.STEPS
+    assert Window.exact(token2wav, 8) == Window(8, 36, 36)
+
+
 @pytest.mark.parametrize(("window", "tolerance"), [(EXACT, 1e-4), (Window(8, 4, 2), 1e-4), (Window(8, 2, 1), 1e-3)])
 def test_a_stream_has_the_samples_of_the_whole_waveform(token2wav, voice, codes, whole, window, tolerance):
     """Tolerances are parts of the loudest sample. Every sample is compared, those at seams with the others."""
     if window == EXACT:
         window = Window.exact(token2wav, 8)
-        assert window == Window(8, 36, 36)
     blocks = heard(SoundStream(token2wav, *voice, window, SEED), codes)
     assert len(blocks) > 1
     sound = torch.cat(blocks)
@@ -86,24 +99,24 @@ def test_the_vocoder_needs_as_many_frames_as_it_reaches(token2wav, voice, codes,
 
 
 def test_what_waits_does_not_grow(token2wav, voice, monkeypatch):
-    monkeypatch.setattr(streaming, "STEPS", 2)
     seen, sample = [], token2wav.code2wav_dit_model.sample
     monkeypatch.setattr(
         token2wav.code2wav_dit_model,
         "sample",
         lambda *given, **rest: seen.append(given[2].shape[1]) or sample(*given, **rest),
     )
-    sound, held, samples = SoundStream(token2wav, *voice, Window(16, 2, 1), SEED), [], 0
+    monkeypatch.setattr(streaming, "STEPS", 2)
+    sound, held, samples = SoundStream(token2wav, *voice, Window(8, 2, 1), SEED), [], 0
     for _ in range(4):
         most = 0
-        for _ in range(10):
+        for _ in range(4):
             samples += sum(len(block) for block in sound.feed([1] * 16))
             most = max(most, sound.held)
         held.append(most)
     assert held[1] == held[2] == held[3]
-    assert max(seen) == (2 + 16 + 1) * 2  # codec tokens; a block has two
+    assert max(seen) == (2 + 8 + 1) * 2  # codec tokens; a block has two
     samples += sum(len(block) for block in sound.feed([], is_end=True))
-    assert samples == 640 * CODE_S * answering.SAMPLING_RATE
+    assert samples == 256 * CODE_S * answering.SAMPLING_RATE
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
@@ -134,8 +147,8 @@ def two_steps(monkeypatch):
 
 def test_a_streamed_answer_is_the_answer(omni, inputs, two_steps):
     model, _ = omni
-    given = {"text_tokens": 4, "codec_tokens": 60, "exact": True, "seed": SEED}
-    with GivenNoise(noise_of(model.token2wav, 60 - UNHEARD)):
+    given = {"text_tokens": 4, "codec_tokens": 40, "exact": True, "seed": SEED}
+    with GivenNoise(noise_of(model.token2wav, 40 - UNHEARD)):
         whole = answering.answer(model, inputs, **given)
     blocks = []
     streamed = answering.answer(model, inputs, **given, window=Window(2, 4, 4), hear=blocks.append)
@@ -148,13 +161,14 @@ def test_a_streamed_answer_is_the_answer(omni, inputs, two_steps):
     assert streamed.underruns >= 0
     times = [streamed.text_s, streamed.first_code_s, streamed.first_audio_s, streamed.waveform_s, streamed.total_s]
     assert times == sorted(times)
-    assert streamed.codes == 60
+    assert streamed.codes == 40
 
 
 def test_the_first_block_is_there_while_the_talker_writes_and_closing_ends_the_answer(omni, inputs, two_steps):
     model, _ = omni
     before, threads = vars(model.token2wav)["forward"], threading.active_count()
-    source = stream(model, "Chelsie", Window(8, 0, 0), **inputs, talker_max_new_tokens=100_000)
+    lengths = {"thinker_max_new_tokens": 4, "talker_max_new_tokens": 100_000}
+    source = stream(model, "Chelsie", Window(2, 0, 0), **inputs, **lengths)
     assert len(next(source)) > 0
     source.close()
     assert threading.active_count() == threads

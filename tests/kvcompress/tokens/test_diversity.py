@@ -21,6 +21,7 @@ from tests.kvcompress.tokens.test_tokens import (
     kept_columns,
     vision_of,
 )
+from tests.support.examples import paired
 from tests.support.families import VLM_FAMILIES
 
 
@@ -51,8 +52,7 @@ def likeliest(embeddings: torch.Tensor, text: torch.Tensor, count: int) -> list[
 
 
 @pytest.mark.parametrize("method", ["divprune", "cdpruner"])
-@pytest.mark.parametrize("ratio", [0.2, 0.5])
-@pytest.mark.parametrize("family", VLM_FAMILIES)
+@pytest.mark.parametrize(("family", "ratio"), paired(list(VLM_FAMILIES), [0.2, 0.5]))
 def test_they_keep_what_a_plain_reference_chooses_and_hide_the_rest(family, ratio, method):
     model, inputs = batch(family)
     with entering(model, 0) as states:

@@ -16,13 +16,13 @@ from tests.kvcompress.tokens.test_tokens import (
     kept_columns,
     vision_of,
 )
+from tests.support.examples import paired
 from tests.support.families import FAMILIES, VLM_FAMILIES
 
 METHOD = kvcompress.list_methods()["pyramiddrop"].cls
 
 
-@pytest.mark.parametrize("ratio", [0.4, 0.8])
-@pytest.mark.parametrize("family", VLM_FAMILIES)
+@pytest.mark.parametrize(("family", "ratio"), paired(list(VLM_FAMILIES), [0.4, 0.8]))
 def test_it_keeps_what_the_last_token_attends_to_step_by_step(family, ratio):
     model, inputs = batch(family, layers=12)
     with kvcompress.compress(model, "pyramiddrop", ratio) as session:

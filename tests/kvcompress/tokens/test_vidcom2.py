@@ -17,6 +17,7 @@ from tests.kvcompress.tokens.test_tokens import (
     of_video,
     video_batch,
 )
+from tests.support.examples import paired
 
 
 def kernels(state: torch.Tensor, mean: torch.Tensor) -> float:
@@ -52,8 +53,7 @@ def stays(video: torch.Tensor, count: int) -> list[tuple[int, int]]:
     return sorted(kept)
 
 
-@pytest.mark.parametrize("ratio", [0.1, 0.4, 0.8, 1.0])
-@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+@pytest.mark.parametrize(("family", "ratio"), paired(list(VIDEO_FAMILIES), [0.1, 0.4, 0.8, 1.0]))
 def test_it_keeps_what_a_plain_reference_chooses_and_hides_the_rest(family, ratio):
     kept, states, of_frames = of_video("vidcom2", family, ratio)
     for row, columns in enumerate(of_frames if ratio < 1 else []):

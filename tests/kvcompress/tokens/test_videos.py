@@ -22,6 +22,7 @@ from tests.kvcompress.tokens.test_tokens import (
     kept_columns,
     video_batch,
 )
+from tests.support.examples import paired
 
 FRAMES, SIDE = 6, 6  # patches per side, of which 2 x 2 become a token
 PER_FRAME = (SIDE // 2) ** 2
@@ -92,8 +93,7 @@ def test_what_is_not_merged_is_what_the_tower_attends_to_most_in_each_frame(meth
             assert chosen == sorted(frame[i] for i in weights.topk(len(chosen)).indices.tolist())
 
 
-@pytest.mark.parametrize("like", [0.0, 0.9, 1.0])
-@pytest.mark.parametrize("ratio", [0.05, 0.1, 0.33, 0.5, 0.9])
+@pytest.mark.parametrize(("ratio", "like"), paired([0.05, 0.1, 0.33, 0.5, 0.9], [0.0, 0.9, 1.0]))
 @pytest.mark.parametrize("method", METHODS)
 def test_a_row_keeps_its_budget_whatever_is_merged_and_runs_as_alone(method, ratio, like):
     model, inputs, of_frames = video_prompts([5, 9], like)

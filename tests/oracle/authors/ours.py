@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -32,11 +33,17 @@ class Held:
 
 
 def config_of(given: States) -> LlavaOnevisionConfig:
+    _, heads, _, head_dim = given.queries.shape
+    return _config(given.layers, heads, given.keys.shape[1], head_dim)
+
+
+@cache
+def _config(layers: int, heads: int, kv_heads: int, head_dim: int) -> LlavaOnevisionConfig:
     text = Qwen2Config(
-        num_hidden_layers=given.layers,
-        num_attention_heads=given.queries.shape[1],
-        num_key_value_heads=given.keys.shape[1],
-        hidden_size=given.queries.shape[1] * given.queries.shape[3],
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        hidden_size=heads * head_dim,
         vocab_size=10,
     )
     return LlavaOnevisionConfig(text_config=text, image_token_index=IMAGE)
@@ -102,7 +109,7 @@ class SecondReading:
 def _module(given: States, place: int) -> SimpleNamespace:
     if given.o_proj is None:
         return SimpleNamespace()
-    linear = torch.nn.Linear(*given.o_proj[place].shape[::-1], bias=False)
+    linear = torch.nn.Linear(*given.o_proj[place].shape[::-1], bias=False, device="meta")
     linear.weight = torch.nn.Parameter(given.o_proj[place], requires_grad=False)
     return SimpleNamespace(o_proj=linear)
 
