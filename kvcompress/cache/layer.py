@@ -274,6 +274,11 @@ class CompressedLayer(CacheLayerMixin):
         return self._pass.is_first_prompt
 
     @property
+    def is_whole(self) -> bool:
+        """Whether nothing was dropped so far."""
+        return self.memory.is_whole
+
+    @property
     def wants_sums(self) -> bool:
         """Whether this pass needs the column sums of its attention."""
         return self._pass.wants_sums

@@ -134,6 +134,8 @@ def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, 
     """Run the base implementation over a layer's kept entries, under the layer's mask, which is then stored in `given`.
 
     Other arguments are as in `compressed_attention`."""
+    if layer.is_whole:  # no key has a bias
+        key = key[..., : query.shape[3]]
     query = with_bias_channel(query, key, kwargs["scaling"])
     if layer.decodes_in_place:
         if can_decode_in_place(base, kwargs):

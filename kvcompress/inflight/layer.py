@@ -73,6 +73,8 @@ class DecodingLayer(CacheLayerMixin):
 class SlotLayer(DecodingLayer):
     """A layer with full attention."""
 
+    is_whole = False  # what was dropped differs from slot to slot
+
     def __init__(self, like: CompressedLayer, slots: Slots, is_fixed: bool):
         """`like` is this layer in any filled cache of the policy; `is_fixed` says whether every step has the same
         shapes."""

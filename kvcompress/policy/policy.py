@@ -37,9 +37,8 @@ class Policy:
             return given
         if isinstance(self.cluster, self._cls):
             return self.cluster.of_variant(name)
-        return getattr(
-            self._cls, name, getattr(KVCluster, name)
-        )  # another method scores: its variant is not this one's
+        # Another method scores: its variant is not this one's.
+        return getattr(self._cls, name, getattr(KVCluster, name))
 
     @property
     def protect(self) -> Spans | None:
