@@ -126,7 +126,7 @@ def attend_to_others(base: str, attend: Callable, module: torch.nn.Module, query
     if given.in_place:  # over the entries now stored
         return attend_to_kept(base, attend, module, query, key, value, given.kv_layer, given, **kwargs)
     mask = None if given.mask is None else given.mask[:, :, -queries:]
-    query = with_bias_channel(query, key, kwargs["scaling"])
+    query, key = with_bias(query, key, given.kv_layer, kwargs["scaling"])
     return attend_under(base, attend, module, query, key, value, mask, **kwargs)
 
 
@@ -134,9 +134,7 @@ def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, 
     """Run the base implementation over a layer's kept entries, under the layer's mask, which is then stored in `given`.
 
     Other arguments are as in `compressed_attention`."""
-    if layer.is_whole:  # no key has a bias
-        key = key[..., : query.shape[3]]
-    query = with_bias_channel(query, key, kwargs["scaling"])
+    query, key = with_bias(query, key, layer, kwargs["scaling"])
     if layer.decodes_in_place:
         if can_decode_in_place(base, kwargs):
             return layer.storage.decode(query, kwargs["scaling"]).transpose(1, 2), None
@@ -151,11 +149,13 @@ def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, 
     return result
 
 
-def with_bias_channel(query: torch.Tensor, key: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return queries whose logits have the bias that each key holds in a channel more than they have, if it does."""
+def with_bias(query: torch.Tensor, key: torch.Tensor, layer, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and keys for a method that gives keys a bias, in a channel more than the model's queries have."""
     if key.shape[3] == query.shape[3]:
-        return query
-    return torch.nn.functional.pad(query, (0, 1), value=1 / scaling)
+        return query, key
+    if layer.is_whole:  # no key has one
+        return query, key[..., : query.shape[3]]
+    return torch.nn.functional.pad(query, (0, 1), value=1 / scaling), key
 
 
 def attend_under(base: str, attend: Callable, module: torch.nn.Module, query, key, value, mask, **kwargs):

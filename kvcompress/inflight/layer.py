@@ -45,7 +45,7 @@ class DecodingLayer(CacheLayerMixin):
 
     For the attention function it looks like a `CompressedLayer` while decoding."""
 
-    is_sliding = is_first_prompt = wants_sums = decodes_in_place = False
+    is_sliding = is_first_prompt = is_whole = wants_sums = decodes_in_place = False
     has_fixed_shapes = True  # for the attention function: one query under a mask
     is_initialized = is_compileable = True
 
@@ -72,8 +72,6 @@ class DecodingLayer(CacheLayerMixin):
 
 class SlotLayer(DecodingLayer):
     """A layer with full attention."""
-
-    is_whole = False  # what was dropped differs from slot to slot
 
     def __init__(self, like: CompressedLayer, slots: Slots, is_fixed: bool):
         """`like` is this layer in any filled cache of the policy; `is_fixed` says whether every step has the same
