@@ -1,0 +1,138 @@
+"""`kvcompress train`: what was cut goes on, and bad input is one line before anything is loaded."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcompress.__main__ import main
+from kvcompress.calibration import command as calibration_command
+from kvcompress.train import kvzap, run, samples
+from tests.support.families import MORE_FAMILIES
+
+SMALL = {"kvzap": ["pieces=4", "length=80", "tokens=50", "hidden=4", "batch=16", "epochs=3"]}
+
+
+class Cut(BaseException):
+    """The process is killed."""
+
+
+def content(out: Path) -> dict[str, bytes]:
+    files = [out] if out.is_file() else sorted(out.iterdir())
+    return {file.name.removeprefix(out.name): file.read_bytes() for file in files}
+
+
+def cut_at(monkeypatch, call: int) -> list[int]:
+    """Raise Cut at one of the calls of the loss; returns the steps that were taken."""
+    steps, descend = [], run.Run.descend
+
+    def cut(this, layers, optimizer, loss_of, *rest):
+        def counted(step):
+            steps.append(step)
+            if len(steps) == call:
+                raise Cut
+            return loss_of(step)
+
+        descend(this, layers, optimizer, counted, *rest)
+
+    monkeypatch.setattr(run.Run, "descend", cut)
+    monkeypatch.setattr(run, "SAVE_EVERY_S", 0.0)
+    return steps
+
+
+@pytest.mark.parametrize("method", SMALL)
+def test_a_cut_training_ends_as_one_that_was_not(method, tiny, text, tmp_path, monkeypatch):
+    argv = ["train", method, tiny, *SMALL[method], "--text", str(text), "--dtype", "bfloat16", "--out"]
+    assert main([*argv, str(tmp_path / "whole")]) == 0
+    reads, save = [], samples._save
+
+    def read(found, path):
+        reads.append(path.name)
+        if len(reads) == 3:
+            raise Cut
+        save(found, path)
+
+    monkeypatch.setattr(samples, "_save", read)
+    steps = cut_at(monkeypatch, 20)
+    again = [*argv, str(tmp_path / "again")]
+    if method != "duoattention":  # which keeps nothing of what it reads
+        with pytest.raises(Cut):
+            main(again)
+    with pytest.raises(Cut):
+        main(again)
+    assert main(again) == 0
+    assert steps[:19] == list(range(19))
+    assert steps[19:] == list(range(19, steps[-1] + 1)) or steps[19:21] == [19, 19]
+    assert len(set(reads)) == len(reads) - (method != "duoattention")  # the one that was cut
+    assert content(tmp_path / "again") == content(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "whole"]
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch):
+    def load(*args):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(calibration_command, "load", load)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["kvzipp", "MODEL"], "METHOD: invalid choice: 'kvzipp'"),
+        (["kvzap", "MODEL", "epoch=3"], "training kvzap has no option 'epoch' (did you mean 'epochs'?)"),
+        (["kvzap", "MODEL", "epochs"], "'epochs' is not OPTION=VALUE"),
+        (["kvzap", "MODEL", "epochs=0"], "training kvzap: option 'epochs' is '0': "),
+        (["kvzap", "MODEL", "kind=tree"], "training kvzap: option 'kind' is 'tree': "),
+        (["kvzap", "MODEL", "rate=nan"], "training kvzap: option 'rate' is 'nan': "),
+        (["kvzap", "MODEL", "--text", "none.txt"], "--text 'none.txt' cannot be read: No such file"),
+        (["kvzap", "MODEL", "--text", "blank.txt"], "--text 'blank.txt' is empty"),
+        (["kvzap", "MODEL", "--text", "binary.txt"], "--text 'binary.txt' cannot be read: it is not UTF-8"),
+        (["kvzap", "MODEL", "--out", "folder"], "Is a directory"),
+        (["kvzap", "MODEL", "--dtype", "float16"], "--dtype: invalid choice: 'float16'"),
+        (["kvzap", "MODEL", "--out", "old", "pieces=7"], "other settings (method, "),
+        (["kvzap", "no/such/model"], "model 'no/such/model' cannot be loaded"),
+        (["kvzap", "SLIDING"], "training kvzap needs full attention in all layers"),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line(words, message, tiny, text, tmp_path, monkeypatch, capsys, nothing_loads):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("blank.txt").write_text(" \n")
+    Path("binary.txt").write_bytes(b"\xff\xfe\x00")
+    Path("old.state").mkdir()
+    Path("old.state", "settings.json").write_text(json.dumps({"method": "other", "pieces": 3}))
+    if "SLIDING" in words:
+        MORE_FAMILIES["gemma3"].build().config.save_pretrained("SLIDING")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    words = [tiny if word == "MODEL" else word for word in words]
+    given = [flag for flag in (["--text", str(text)], ["--out", "out"]) if flag[0] not in words]
+    assert main(["train", *words, *(word for flag in given for word in flag)]) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert error[0].startswith("error: ")
+    assert message in error[0]
+    assert len(error) == 1
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_too_little_text_is_one_line(tiny, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("abc abc")
+    argv = ["train", "kvzap", tiny, "--text", str(tmp_path / "short.txt"), "--out", str(tmp_path / "out")]
+    assert main(argv) == 2
+    assert f"at least {3 * kvzap.HELD_OUT} are needed" in capsys.readouterr().err
+
+
+def test_too_full_a_disk_is_one_line(run):
+    with pytest.raises(samples.KVCompressError, match=r"need .* GiB in .*: take fewer with pieces= or tokens="):
+        run.begin(2**60)
+
+
+def test_other_attention_is_restored(run):
+    ids = torch.arange(8, 20)[None]
+    before = run.model(ids).logits
+    samples_seen = kvzap.kvzip_plus(run.decoder, [8, 9], [10], [11, 12, 13])
+    assert samples_seen.scores.shape == (3, 2, 3)
+    assert torch.equal(run.model(ids).logits, before)
+    assert run.decoder.config._attn_implementation == "sdpa"
