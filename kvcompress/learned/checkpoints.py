@@ -108,6 +108,12 @@ def fastkvzip(checkpoint: str) -> Trained:
     return Trained(layers, hidden, heads)
 
 
+def save_fastkvzip(layers: list[Weights], path: Path) -> None:
+    """Write a file that `fastkvzip` loads, atomically; `layers` has each layer's weights by name."""
+    with replacing(path) as draft:
+        torch.save({"module": layers}, draft)
+
+
 @contextmanager
 def reading(checkpoint: str, layout: str) -> Iterator[None]:
     """Turn errors in reading a checkpoint into a KVCompressError of one line."""

@@ -14,7 +14,7 @@ from ..errors import loading, unknown_name, validated
 from ..files import check_output
 from ..flag_types import label, new_file, whole
 
-METHODS = ["kvzap"]  # each is a module of this package
+METHODS = ["fastkvzip", "kvzap"]  # each is a module of this package
 
 
 def parser() -> argparse.ArgumentParser:

@@ -17,7 +17,7 @@ from ..hooks.hidden_states import attention_layers
 from ..learned.checkpoints import Weights, save_kvzap
 from ..scoring.projection import output_projection
 from .run import Run, progress
-from .samples import REPEAT, Samples, agreement, chat_frame, check_layers, gather, held_out, plain_ids
+from .samples import REPEAT, Samples, agreement, chat_frame, check_layers, gather, held_out, plain_ids, shuffled
 from .watching import attention_by, hidden_states
 
 check = partial(check_layers, method="kvzap")
@@ -175,10 +175,3 @@ def fit_mlp(options: Options, run: Run, samples: Samples, learned: torch.Tensor)
 
     run.descend(layers, torch.optim.AdamW, loss_of, rate, options.epochs * per_epoch, CLIP)
     return layers
-
-
-def shuffled(seed: int, step: int, total: int, batch: int, per_epoch: int) -> torch.Tensor:
-    """Return the indices of a step's batch, where each epoch of `per_epoch` batches has an order of its own."""
-    epoch, place = divmod(step, per_epoch)
-    draw = torch.Generator().manual_seed(seed * 100_003 + epoch)
-    return torch.randperm(total, generator=draw)[place * batch : (place + 1) * batch]

@@ -103,6 +103,13 @@ def held_out(tokens: int, every: int) -> tuple[torch.Tensor, torch.Tensor]:
     return index[~is_out], index[is_out]
 
 
+def shuffled(seed: int, step: int, total: int, batch: int, per_epoch: int) -> torch.Tensor:
+    """Return the indices of a step's batch, where each epoch of `per_epoch` batches has an order of its own."""
+    epoch, place = divmod(step, per_epoch)
+    draw = torch.Generator().manual_seed(seed * 100_003 + epoch)
+    return torch.randperm(total, generator=draw)[place * batch : (place + 1) * batch]
+
+
 @torch.no_grad()
 def agreement(cluster: LearnedKVCluster, layers: list[Weights], samples: Samples) -> float:
     """Return the rank correlation of predicted with true scores over the tokens, averaged over layers and heads."""
