@@ -1,7 +1,7 @@
 """`kvcompress train`: train what a learned method needs for a model, on a text of your own.
 
-`kvzap` and `fastkvzip` get the checkpoint that their option `checkpoint=` reads. A run that was cut goes on when it is
-started again.
+`kvzap` and `fastkvzip` get the checkpoint that their option `checkpoint=` reads, `duoattention` its file for
+`calibration=`. A run that was cut goes on when it is started again.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from ..errors import loading, unknown_name, validated
 from ..files import check_output
 from ..flag_types import label, new_file, whole
 
-METHODS = ["fastkvzip", "kvzap"]  # each is a module of this package
+METHODS = ["duoattention", "fastkvzip", "kvzap"]  # each is a module of this package
 
 
 def parser() -> argparse.ArgumentParser:

@@ -5,10 +5,12 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from ..hooks.attention import base_attention
+from ..errors import KVCompressError
+from ..hooks.attention import base_attention, has_plain_weights
 from ..hooks.hidden_states import attention_layers
 
 NAME = "kvcompress_train"
@@ -23,6 +25,10 @@ def attention_by(decoder: PreTrainedModel, function: Attend) -> Iterator[None]:
     base = decoder.config._attn_implementation
 
     def call(module: torch.nn.Module, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not has_plain_weights(kwargs):
+            raise KVCompressError(
+                f"training needs plain attention weights, but a {type(module).__name__} caps or shifts its own"
+            )
         return function(base_attention(base, module), module, *args, **kwargs)
 
     AttentionInterface.register(NAME, call)
@@ -50,3 +56,17 @@ def hidden_states(decoder: PreTrainedModel) -> Iterator[dict[int, torch.Tensor]]
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def computed_again(decoder: PreTrainedModel) -> Iterator[None]:
+    """Context manager in which a backward pass computes each decoder layer again, so that only its input is kept."""
+    attentions = set(attention_layers(decoder).values())
+    layers = [module for module in decoder.modules() if attentions & set(module.children())]
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward  # the class's own is found again
