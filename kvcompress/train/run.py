@@ -5,11 +5,14 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -84,6 +87,17 @@ class Run:
                 f"has {free / 2**30:.1f} GiB: take fewer with pieces= or tokens="
             )
 
+    @contextmanager
+    def reading_state(self) -> Iterator[None]:
+        """Turn errors in reading the state into a KVCompressError of one line."""
+        try:
+            yield
+        except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError, UnpicklingError) as error:
+            message = " ".join(str(error).split())[:200]
+            raise KVCompressError(
+                f"{shown(str(self.state))} cannot be read: {message}; remove it to start again"
+            ) from error
+
     def end(self) -> None:
         """Remove the state: the training is done."""
         shutil.rmtree(self.state)
@@ -108,7 +122,8 @@ class Run:
         """
         weights = [part for layer in layers for part in layer.values()]
         descent, file = optimizer(weights), self.state / "descent.pt"
-        first = _restore(file, weights, descent)
+        with self.reading_state():
+            first = _restore(file, weights, descent)
         saved = time.monotonic()
         with progress("training", steps, first) as bar:
             for step in range(first, steps):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from jinja2 import TemplateError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -65,8 +66,10 @@ def gather(run: Run, read: Callable[[list[int]], Samples], pieces: int, length: 
             some = torch.randperm(found.scores.shape[2], generator=draw)[:per_piece].sort().values
             _save(Samples(found.hidden[:, some].cpu(), found.scores[..., some].cpu()), files[number])
             bar.update()
-    parts = [load_file(file) for file in files]
-    return Samples(torch.cat([part["hidden"] for part in parts], 1), torch.cat([part["scores"] for part in parts], 2))
+    with run.reading_state():
+        parts = [load_file(file) for file in files]
+        hidden, scores = ([part[name] for part in parts] for name in ("hidden", "scores"))
+        return Samples(torch.cat(hidden, 1), torch.cat(scores, 2))
 
 
 def _save(samples: Samples, path: Path) -> None:
@@ -77,13 +80,17 @@ def _save(samples: Samples, path: Path) -> None:
 def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return the token ids before a user's words in a chat, and those between these words and the answer.
 
-    Without a chat template: the beginning of a text, and a line break."""
+    Without a chat template: the beginning of a text, and a line break. Raises KVCompressError if the template fails."""
     if not tokenizer.chat_template:
         return tokenizer("").input_ids, plain_ids(tokenizer, "\n")
-    chat = tokenizer.apply_chat_template(
-        [{"role": "user", "content": PLACE}], tokenize=False, add_generation_prompt=True, enable_thinking=False
-    )
-    before, _, after = chat.rpartition(PLACE)
+    said = [{"role": "user", "content": PLACE}]
+    try:
+        chat = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    except TemplateError as error:
+        raise KVCompressError(f"the model's chat template cannot be used: {' '.join(str(error).split())}") from None
+    before, found, after = chat.rpartition(PLACE)
+    if not found:
+        raise KVCompressError("the model's chat template cannot be used: it leaves out what a user says")
     return plain_ids(tokenizer, before), plain_ids(tokenizer, after)
 
 

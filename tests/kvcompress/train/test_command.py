@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import kvcompress
 from kvcompress.__main__ import main
 from kvcompress.calibration import command as calibration_command
 from kvcompress.calibration import files
 from kvcompress.learned import checkpoints
 from kvcompress.train import kvzap, run, samples
-from tests.support.families import MORE_FAMILIES
+from tests.support.checkpoints import save_checkpoint
+from tests.support.families import FAMILIES, MORE_FAMILIES
 
 SMALL = {
     "kvzap": ["pieces=4", "length=80", "tokens=50", "hidden=4", "batch=32", "epochs=2"],
@@ -132,6 +134,56 @@ def test_too_little_text_is_one_line(tiny, tmp_path, capsys):
     argv = ["train", "kvzap", tiny, "--text", str(tmp_path / "short.txt"), "--out", str(tmp_path / "out")]
     assert main(argv) == 2
     assert f"at least {3 * kvzap.HELD_OUT} are needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("file", "damage"), [("piece-00001.safetensors", b"{}"), ("descent.pt", b"PK")])
+def test_a_damaged_state_is_one_line(file, damage, tiny, text, tmp_path, monkeypatch, capsys):
+    argv = ["train", "kvzap", tiny, *SMALL["kvzap"], "--text", str(text), "--out", str(tmp_path / "out")]
+    cut_at(monkeypatch, 3)
+    with pytest.raises(Cut):
+        main(argv)
+    (tmp_path / "out.state" / file).write_bytes(damage)
+    capsys.readouterr()
+    assert main(argv) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert "out.state' cannot be read: " in error
+    assert error.endswith("; remove it to start again")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no users here') }}", "cannot be used: no users here"),
+        ("hello", "it leaves out what a user"),
+    ],
+)
+def test_a_chat_template_that_fails_is_one_line(template, message, run):
+    run.tokenizer.chat_template = template
+    with pytest.raises(samples.KVCompressError, match=message):
+        samples.chat_frame(run.tokenizer)
+
+
+def test_without_a_chat_template_a_text_begins_and_a_line_ends(run):
+    run.tokenizer.chat_template = None
+    assert samples.chat_frame(run.tokenizer) == (run.tokenizer("").input_ids, samples.plain_ids(run.tokenizer, "\n"))
+
+
+@pytest.mark.parametrize(
+    ("method", "family", "layers"),
+    [("kvzap", "qwen2.5-vl", 3), ("fastkvzip", "qwen2.5-vl", 3), ("duoattention", "gemma3", 2)],
+)
+def test_models_that_see_learn_from_text(method, family, layers, text, tmp_path):
+    """M-RoPE, and layers with a sliding window, which have no gates."""
+    out, model = tmp_path / "out", save_checkpoint(family, tmp_path / "model")
+    assert main(["train", method, model, *SMALL[method], "--text", str(text), "--out", str(out)]) == 0
+    option = "calibration" if method == "duoattention" else "checkpoint"
+    loaded = MORE_FAMILIES.get(family, FAMILIES.get(family)).build()
+    with kvcompress.compress(loaded, method, 0.5, **{option: str(out)}):
+        loaded(torch.arange(8, 30)[None])
+    found = weights_in(method, out)
+    count = len(found["gates"]) if "gates" in found else len({name.split(".")[0] for name in found})
+    assert count == layers
 
 
 def test_too_full_a_disk_is_one_line(run):
