@@ -26,6 +26,7 @@ OWN = {  # a module with `main(arguments)`
     "check": "kvcompress.check.command",
     "list": "kvcompress.list_command",
     "speech": "kvcompress.speech.command",
+    "train": "kvcompress.train.command",
 }
 BEGIN = """To begin:
   kvcompress list methods                           every method, with its paper

@@ -73,7 +73,7 @@ NOT_RUN = {
     "an account of wandb": r": wandb ",
     "a Ray cluster, which test_ray_cluster.py starts": r"--ray ",
     "an environment with kvpress": r"--kvpress-python",
-    "a model of text only, and a book": r"kvcompress calibrate MODEL .*--text",
+    "a model of text only, and a book": r"kvcompress (calibrate|train \w+) MODEL .*--text",
     "a model of text only, which test_instructions.py asks": r"run_eval\.sh several_instructions",
     "it installs": r": (\.venv/bin/)?pip |: python3 -m venv|test_pythons\.sh|test_versions\.sh|lock\.sh",
     "it is the tests": r"run_tests\.sh|pytest tests|tests\.(contents|mutate|lines_run)",

@@ -56,6 +56,12 @@ COMMANDS = {
         f"{PLUGIN}.report.html.show.read_image",
     ),
     "bench": (f"{BENCH}.command", "parser", ["org/model"], f"{BENCH}.comparison.load"),
+    "train": (
+        "kvcompress.train.command",
+        "parser",
+        ["kvzap", "org/model", "--text", "x", "--out", "x"],
+        "kvcompress.train.run.Run",
+    ),
     "speech": ("kvcompress.speech.command", "parser", ["org/model", "snapkv", "0.2"], "kvcompress.speech.run.cold"),
 }
 FREE = {"words", "overrides", "options", "question"}  # text, or `key=value`, tried below by what the keys are
@@ -109,8 +115,10 @@ def command(name, monkeypatch):
     module = importlib.import_module(module)
 
     monkeypatch.setattr(work, started)
-    first = {"bench": ["bench"], "speech": ["speech"], "run_sweep": ["run"]}.get(name, [])
-    main = {"run_eval": evaluate.main, "bench": core_main, "speech": core_main}.get(name) or module.main
+    first = {"bench": ["bench"], "speech": ["speech"], "train": ["train"], "run_sweep": ["run"]}.get(name, [])
+    main = {"run_eval": evaluate.main, "bench": core_main, "speech": core_main, "train": core_main}.get(
+        name
+    ) or module.main
     return getattr(module, parser)(), words, lambda argv: main([*first, *argv])
 
 

@@ -13,6 +13,8 @@ from ..files import check_output
 from ..flag_types import label, new_file, whole
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
     from .files import Calibration
 
 
@@ -56,11 +58,9 @@ def main(arguments: list[str]) -> None:
 
 def calibrate(flags: argparse.Namespace) -> None:
     """Calibrate on a text, or convert a published file. Raises KVCompressError."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers import AutoConfig
 
     from ..cache.cache import CompressedCache
-    from ..device import default_device
     from . import collect
     from .files import Calibration, ModelIdentity, check_tensors
     from .text import pieces
@@ -82,12 +82,26 @@ def calibrate(flags: argparse.Namespace) -> None:
             ) from None
         write(Calibration(name, model, known, data=f"published: {flags.published.name}"), flags.out, 0.0)
         return
-    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    with loading(flags.model):
-        tokenizer = AutoTokenizer.from_pretrained(flags.model)
-        model = auto.from_pretrained(flags.model, dtype=flags.dtype).eval().to(flags.device or default_device())
+    model, tokenizer = load(flags.model, config, flags.dtype, flags.device)
     prompts = pieces(flags.text, tokenizer, flags.length, flags.questions, flags.seed)
     prompts = [{key: tensor.to(model.device) for key, tensor in prompt.items()} for prompt in prompts]
     made = collect.calibrate(model, name, prompts, f"text: {flags.text.name}", flags.seed, **options)
     write(made, flags.out, time.perf_counter() - start)
+
+
+def load(
+    name: str, config: "PreTrainedConfig", dtype: str, device: str | None
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Load a model, whose config is known, and its tokenizer; `device` is by default CUDA if available.
+
+    Raises KVCompressError."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    from ..device import default_device
+
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    with loading(name):
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        return auto.from_pretrained(name, dtype=dtype).eval().to(device or default_device()), tokenizer

@@ -26,9 +26,10 @@ class DuoAttentionKVCluster(CalibratedKVCluster):
     sets the number of retrieval heads; here the budget does. If it does not suffice for the last of them, or for heads
     with equal gates, these keep their most recent tokens.
 
-    The authors learn the gates by gradient descent; `--published full_attention_heads.tsv` takes theirs. Without it the
-    gates are ours, measured from the attention of prompts longer than `sinks` and `recent`: the average share that a
-    query spends on the other tokens, of the query head that spends most in each KV head.
+    The authors learn the gates by gradient descent, as `kvcompress train duoattention` does; `kvcompress calibrate
+    --published full_attention_heads.tsv` takes theirs. `calibrate --text` measures gates of our own, without gradients,
+    from the attention of prompts longer than `sinks` and `recent`: the average share that a query spends on the other
+    tokens, of the query head that spends most in each KV head.
     """
 
     sinks: NonNegativeInt = 64

@@ -1,5 +1,6 @@
-"""Reading published checkpoints of learned scores, local or from the hub."""
+"""Checkpoints of learned scores in their published layouts: read, local or from the hub, and written."""
 
+import json
 import pickle
 import re
 from collections.abc import Iterator
@@ -13,10 +14,10 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ..errors import KVCompressError, shown
-from ..files import parse_json
+from ..files import parse_json, replacing
 
 HUB = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+)?", re.ASCII)
 Weights = dict[str, torch.Tensor]
@@ -65,6 +66,22 @@ def kvzap(checkpoint: str) -> Trained:
     return Trained(layers, size, heads)
 
 
+def save_kvzap(layers: list[Weights], folder: Path) -> None:
+    """Write a new folder that `kvzap` loads, atomically; `layers` has each layer's weights by name."""
+    first = layers[0].get("weight", layers[0].get("0.weight"))
+    mlp = "0.weight" in layers[0]
+    heads = layers[0]["2.bias" if mlp else "bias"].shape[0]
+    config = {"model_type": "kvzap", "architectures": ["KVzapModel"], "input_dim": first.shape[1], "output_dim": heads}
+    config |= {"hidden_dim": first.shape[0] if mlp else None, "n_modules": len(layers)}
+    tensors = {
+        f"layers.{i}.{name}": part.contiguous() for i, layer in enumerate(layers) for name, part in layer.items()
+    }
+    with replacing(folder) as draft:
+        draft.mkdir()
+        (draft / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        save_file(tensors, draft / "model.safetensors", {"format": "pt"})
+
+
 @cache
 def fastkvzip(checkpoint: str) -> Trained:
     """Load NAVER's Fast KVzip gates (hub: Jang-Hyun/Fast-KVzip/MODEL/q4_dim16_sink16.pt).
@@ -89,6 +106,12 @@ def fastkvzip(checkpoint: str) -> Trained:
         }
         layers = [{name: _of_shape(layer, name, shape) for name, shape in shapes.items()} for layer in found]
     return Trained(layers, hidden, heads)
+
+
+def save_fastkvzip(layers: list[Weights], path: Path) -> None:
+    """Write a file that `fastkvzip` loads, atomically; `layers` has each layer's weights by name."""
+    with replacing(path) as draft:
+        torch.save({"module": layers}, draft)
 
 
 @contextmanager

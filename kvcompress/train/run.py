@@ -1,0 +1,161 @@
+"""A training that goes on where it was cut: its state beside the output, and the loop of gradient steps."""
+
+import hashlib
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from safetensors import SafetensorError
+from tqdm import tqdm
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..calibration.text import read_text
+from ..errors import KVCompressError, shown
+from ..files import parse_json, replacing, write_text
+from ..hooks.model import text_decoder, writing_part
+
+SAVE_EVERY_S = 60.0  # seconds of gradient steps that a cut may lose
+
+
+@dataclass
+class Run:
+    """One training.
+
+    Attributes:
+        out: the file or folder to write.
+        text: the text to learn from.
+        seed: for everything that is drawn.
+        settings: all that the result depends on; a state with others is not continued.
+        model, tokenizer: None until loaded.
+    """
+
+    out: Path
+    text: Path
+    seed: int
+    settings: dict[str, object]
+    model: PreTrainedModel | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    state: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        content = hashlib.sha256(read_text(self.text).encode()).hexdigest()[:16]
+        self.settings = {**self.settings, "text": content, "seed": self.seed}
+        self.state = self.out.with_name(self.out.name + ".state")
+
+    @property
+    def decoder(self) -> PreTrainedModel:
+        return text_decoder(writing_part(self.model))
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The text decoder's."""
+        return self.decoder.config
+
+    def check_state(self) -> None:
+        """Raise KVCompressError if the state that is there belongs to another training."""
+        file = self.state / "settings.json"
+        if not file.exists():
+            return
+        try:
+            found = parse_json(file.read_bytes())
+        except (OSError, ValueError):
+            found = None
+        ours = parse_json(json.dumps(self.settings))
+        if found != ours:
+            found = found if isinstance(found, dict) else {}
+            differ = [name for name in {**ours, **found} if ours.get(name) != found.get(name)]
+            raise KVCompressError(
+                f"{shown(str(self.state))} was left by a training with other settings ({', '.join(differ)}): give "
+                "these again to go on, or another --out, or remove it"
+            )
+
+    def begin(self, needed_bytes: int = 0) -> None:
+        """Create the folder of the state. Raises KVCompressError if the disk has no room for `needed_bytes`."""
+        write_text(self.state / "settings.json", json.dumps(self.settings, indent=1))
+        there = sum(file.stat().st_size for file in self.state.iterdir())
+        free = shutil.disk_usage(self.state).free
+        if needed_bytes - there > free:
+            raise KVCompressError(
+                f"hidden states to learn from need {needed_bytes / 2**30:.1f} GiB in {shown(str(self.state))}, which "
+                f"has {free / 2**30:.1f} GiB: take fewer with pieces= or tokens="
+            )
+
+    @contextmanager
+    def reading_state(self) -> Iterator[None]:
+        """Turn errors in reading the state into a KVCompressError of one line."""
+        try:
+            yield
+        except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError, UnpicklingError) as error:
+            message = " ".join(str(error).split())[:200]
+            raise KVCompressError(
+                f"{shown(str(self.state))} cannot be read: {message}; remove it to start again"
+            ) from error
+
+    def end(self) -> None:
+        """Remove the state: the training is done."""
+        shutil.rmtree(self.state)
+
+    def descend(
+        self,
+        layers: list[dict[str, torch.Tensor]],
+        optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
+        loss_of: Callable[[int], torch.Tensor],
+        rate: Callable[[int], float],
+        steps: int,
+        clip: float | None = None,
+    ) -> None:
+        """Take gradient steps on each layer's weights, in place, from wherever an earlier run was cut.
+
+        Args:
+            layers: for each layer, weights by name; they are leaves that require gradients.
+            optimizer: makes the optimizer of these weights.
+            loss_of: the loss of a step, counted from 0. What it draws must follow from the step alone.
+            rate: the learning rate of a step.
+            clip: the largest norm of all gradients together.
+        """
+        weights = [part for layer in layers for part in layer.values()]
+        descent, file = optimizer(weights), self.state / "descent.pt"
+        with self.reading_state():
+            first = _restore(file, weights, descent)
+        saved = time.monotonic()
+        with progress("training", steps, first) as bar:
+            for step in range(first, steps):
+                for group in descent.param_groups:
+                    group["lr"] = rate(step)
+                loss = loss_of(step)
+                loss.backward()
+                if clip is not None:
+                    torch.nn.utils.clip_grad_norm_(weights, clip)
+                descent.step()
+                descent.zero_grad()
+                if time.monotonic() - saved >= SAVE_EVERY_S or step == steps - 1:
+                    bar.set_postfix(loss=f"{loss.item():.4g}")
+                    state = {"step": step + 1, "weights": weights, "optimizer": descent.state_dict()}
+                    with replacing(file) as draft:
+                        torch.save(state, draft)
+                    saved = time.monotonic()
+                bar.update()
+
+
+def _restore(file: Path, weights: list[torch.Tensor], descent: torch.optim.Optimizer) -> int:
+    """Load what was saved into weights and optimizer, and return the steps that were taken."""
+    if not file.exists():
+        return 0
+    state: Mapping = torch.load(file, map_location="cpu", weights_only=True)
+    with torch.no_grad():
+        for part, found in zip(weights, state["weights"], strict=True):
+            part.copy_(found)
+    descent.load_state_dict(state["optimizer"])
+    return state["step"]
+
+
+def progress(what: str, total: int, done: int = 0) -> tqdm:
+    """Return a progress bar on stderr; in a log, where there is no terminal, it is shown every half minute."""
+    return tqdm(desc=what, total=total, initial=done, mininterval=0.1 if sys.stderr.isatty() else 30)

@@ -1,0 +1,129 @@
+"""Tokens to learn from: their hidden states, and the scores that are to be predicted from these."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jinja2 import TemplateError
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from ..cache.cache import CompressedCache
+from ..calibration.text import cut, token_ids
+from ..clusters.learned import LearnedKVCluster
+from ..errors import KVCompressError
+from ..files import replacing
+from ..learned.checkpoints import Weights
+from .run import Run, progress
+
+PLACE = "CONTEXT"  # in a chat, replaced by the context
+REPEAT = "\n\nRepeat the previous context exactly."
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Tokens of one or several texts.
+
+    Attributes:
+        hidden: what enters the attention layers, (layers, tokens, hidden_size), in the model's precision.
+        scores: (layers, kv_heads, tokens), in fp32.
+    """
+
+    hidden: torch.Tensor
+    scores: torch.Tensor
+
+    def at(self, tokens: torch.Tensor, device: torch.device | None = None) -> "Samples":
+        """Return some of the tokens, with hidden states in fp32."""
+        return Samples(self.hidden[:, tokens].to(device).float(), self.scores[..., tokens].to(device))
+
+
+def check_layers(config: PreTrainedConfig, method: str) -> None:
+    """Raise KVCompressError unless all layers of a model keep keys of their own for all tokens."""
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    if len(CompressedCache(config).compressed_layers) != layers:
+        raise KVCompressError(
+            f"training {method} needs full attention in all layers; this {config.model_type} has other layers"
+        )
+
+
+def gather(run: Run, read: Callable[[list[int]], Samples], pieces: int, length: int, tokens: int | None) -> Samples:
+    """Read pieces of the run's text, and return `tokens` of each, drawn at random; None: all tokens.
+
+    `read` returns the samples of a piece of `length` token ids, on any device. Pieces that an earlier run has read are
+    not read again."""
+    text = run.config
+    chosen = cut(token_ids(run.text, run.tokenizer), length, pieces, run.seed)
+    per_piece = len(chosen[0]) if tokens is None else min(tokens, len(chosen[0]))
+    size = len(chosen) * per_piece * text.num_hidden_layers
+    run.begin(size * (text.hidden_size * run.model.dtype.itemsize + text.num_key_value_heads * 4))
+    files = [run.state / f"piece-{number:05}.safetensors" for number in range(len(chosen))]
+    missing = [number for number, file in enumerate(files) if not file.exists()]
+    with progress("reading", len(files), len(files) - len(missing)) as bar:
+        for number in missing:
+            found = read(chosen[number])
+            draw = torch.Generator().manual_seed(run.seed * len(files) + number)
+            some = torch.randperm(found.scores.shape[2], generator=draw)[:per_piece].sort().values
+            _save(Samples(found.hidden[:, some].cpu(), found.scores[..., some].cpu()), files[number])
+            bar.update()
+    with run.reading_state():
+        parts = [load_file(file) for file in files]
+        hidden, scores = ([part[name] for part in parts] for name in ("hidden", "scores"))
+        return Samples(torch.cat(hidden, 1), torch.cat(scores, 2))
+
+
+def _save(samples: Samples, path: Path) -> None:
+    with replacing(path) as draft:
+        save_file({"hidden": samples.hidden.contiguous(), "scores": samples.scores.contiguous()}, draft)
+
+
+def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the token ids before a user's words in a chat, and those between these words and the answer.
+
+    Without a chat template: the beginning of a text, and a line break. Raises KVCompressError if the template fails."""
+    if not tokenizer.chat_template:
+        return tokenizer("").input_ids, plain_ids(tokenizer, "\n")
+    said = [{"role": "user", "content": PLACE}]
+    try:
+        chat = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    except TemplateError as error:
+        raise KVCompressError(f"the model's chat template cannot be used: {' '.join(str(error).split())}") from None
+    before, found, after = chat.rpartition(PLACE)
+    if not found:
+        raise KVCompressError("the model's chat template cannot be used: it leaves out what a user says")
+    return plain_ids(tokenizer, before), plain_ids(tokenizer, after)
+
+
+def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the token ids of a text without those that begin or end one."""
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def held_out(tokens: int, every: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide sample indices: those to learn from, and each `every`th, to check with.
+
+    Raises KVCompressError if too few are left to check with."""
+    if tokens < 3 * every:
+        raise KVCompressError(f"the text gives {tokens} tokens to learn from; at least {3 * every} are needed")
+    index = torch.arange(tokens)
+    is_out = (index + 1) % every == 0
+    return index[~is_out], index[is_out]
+
+
+def shuffled(seed: int, step: int, total: int, batch: int, per_epoch: int) -> torch.Tensor:
+    """Return the indices of a step's batch, where each epoch of `per_epoch` batches has an order of its own."""
+    epoch, place = divmod(step, per_epoch)
+    draw = torch.Generator().manual_seed(seed * 100_003 + epoch)
+    return torch.randperm(total, generator=draw)[place * batch : (place + 1) * batch]
+
+
+@torch.no_grad()
+def agreement(cluster: LearnedKVCluster, layers: list[Weights], samples: Samples) -> float:
+    """Return the rank correlation of predicted with true scores over the tokens, averaged over layers and heads."""
+    found = []
+    for hidden, scores, weights in zip(samples.hidden, samples.scores, layers, strict=True):
+        predicted = cluster.scores_of(hidden[None], weights)[0]
+        pair = torch.stack([predicted, scores]).argsort(-1).argsort(-1).double()
+        pair = torch.nn.functional.normalize(pair - pair.mean(-1, keepdim=True), dim=-1)
+        found.append(pair.prod(0).sum(-1))
+    return float(torch.stack(found).mean())

@@ -1,0 +1,72 @@
+"""Seeing, or replacing, what the attention layers of an unmodified model do."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from ..errors import KVCompressError
+from ..hooks.attention import base_attention, has_plain_weights
+from ..hooks.hidden_states import attention_layers
+
+NAME = "kvcompress_train"
+Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+@contextmanager
+def attention_by(decoder: PreTrainedModel, function: Attend) -> Iterator[None]:
+    """Context manager in which the decoder's attention layers call `function(attend, module, query, key, value, ...)`.
+
+    Arguments and results are those of transformers' attention functions; `attend` is the model's own."""
+    base = decoder.config._attn_implementation
+
+    def call(module: torch.nn.Module, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not has_plain_weights(kwargs):
+            raise KVCompressError(
+                f"training needs plain attention weights, but a {type(module).__name__} caps or shifts its own"
+            )
+        return function(base_attention(base, module), module, *args, **kwargs)
+
+    AttentionInterface.register(NAME, call)
+    if base in ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[base])
+    decoder.config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        decoder.config._attn_implementation = base
+
+
+@contextmanager
+def hidden_states(decoder: PreTrainedModel) -> Iterator[dict[int, torch.Tensor]]:
+    """Context manager that notes what enters each attention layer: index -> (tokens, hidden_size), of one row."""
+    seen: dict[int, torch.Tensor] = {}
+
+    def note(index: int, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        seen[index] = (args[0] if args else kwargs["hidden_states"])[0]
+
+    modules = attention_layers(decoder).items()
+    handles = [module.register_forward_pre_hook(partial(note, index), with_kwargs=True) for index, module in modules]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def computed_again(decoder: PreTrainedModel) -> Iterator[None]:
+    """Context manager in which a backward pass computes each decoder layer again, so that only its input is kept."""
+    attentions = set(attention_layers(decoder).values())
+    layers = [module for module in decoder.modules() if attentions & set(module.children())]
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward  # the class's own is found again

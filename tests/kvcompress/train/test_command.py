@@ -1,0 +1,200 @@
+"""`kvcompress train`: what was cut goes on, and bad input is one line before anything is loaded."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvcompress
+from kvcompress.__main__ import main
+from kvcompress.calibration import command as calibration_command
+from kvcompress.calibration import files
+from kvcompress.learned import checkpoints
+from kvcompress.train import kvzap, run, samples
+from tests.support.checkpoints import save_checkpoint
+from tests.support.families import FAMILIES, MORE_FAMILIES
+
+SMALL = {
+    "kvzap": ["pieces=4", "length=80", "tokens=50", "hidden=4", "batch=32", "epochs=2"],
+    "fastkvzip": ["pieces=4", "length=100", "tokens=80", "size=4", "sinks=2", "batch=32", "steps=12"],
+    "duoattention": ["shortest=20", "longest=40", "passkeys=1", "words=2", "sinks=1", "recent=4", "steps=12"],
+}
+
+
+class Cut(BaseException):
+    """The process is killed."""
+
+
+def weights_in(method: str, out: Path) -> dict[str, torch.Tensor]:
+    """All numbers of what was written, by name."""
+    if method == "duoattention":
+        return files.load(out).tensors
+    layers = getattr(checkpoints, method)(str(out)).layers
+    return {f"{index}.{name}": part for index, layer in enumerate(layers) for name, part in layer.items()}
+
+
+def cut_at(monkeypatch, call: int) -> list[int]:
+    """Raise Cut at one of the calls of the loss; returns the steps that were taken."""
+    steps, descend = [], run.Run.descend
+
+    def cut(this, layers, optimizer, loss_of, *rest):
+        def counted(step):
+            steps.append(step)
+            if len(steps) == call:
+                raise Cut
+            return loss_of(step)
+
+        descend(this, layers, optimizer, counted, *rest)
+
+    monkeypatch.setattr(run.Run, "descend", cut)
+    monkeypatch.setattr(run, "SAVE_EVERY_S", 0.0)
+    return steps
+
+
+@pytest.mark.parametrize("method", SMALL)
+def test_a_cut_training_ends_as_one_that_was_not(method, tiny, text, tmp_path, monkeypatch):
+    argv = ["train", method, tiny, *SMALL[method], "--text", str(text), "--dtype", "bfloat16", "--out"]
+    assert main([*argv, str(tmp_path / "whole")]) == 0
+    reads, save = [], samples._save
+
+    def read(found, path):
+        reads.append(path.name)
+        if len(reads) == 3:
+            raise Cut
+        save(found, path)
+
+    monkeypatch.setattr(samples, "_save", read)
+    steps = cut_at(monkeypatch, 8)
+    again = [*argv, str(tmp_path / "again")]
+    if method != "duoattention":  # which keeps nothing of what it reads
+        with pytest.raises(Cut):
+            main(again)
+    with pytest.raises(Cut):
+        main(again)
+    assert main(again) == 0
+    assert steps == [*range(8), *range(7, steps[-1] + 1)]  # what was saved is not computed again
+    assert len(set(reads)) == len(reads) - (method != "duoattention")  # the one that was cut
+    found, expected = (weights_in(method, tmp_path / name) for name in ("again", "whole"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "whole"]
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch):
+    def load(*args):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(calibration_command, "load", load)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["kvzipp", "MODEL"], "METHOD: invalid choice: 'kvzipp'"),
+        (["kvzap", "MODEL", "epoch=3"], "training kvzap has no option 'epoch' (did you mean 'epochs'?)"),
+        (["kvzap", "MODEL", "epochs"], "'epochs' is not OPTION=VALUE"),
+        (["kvzap", "MODEL", "epochs=0"], "training kvzap: option 'epochs' is '0': "),
+        (["kvzap", "MODEL", "kind=tree"], "training kvzap: option 'kind' is 'tree': "),
+        (["kvzap", "MODEL", "rate=nan"], "training kvzap: option 'rate' is 'nan': "),
+        (["kvzap", "MODEL", "--text", "none.txt"], "--text 'none.txt' cannot be read: No such file"),
+        (["kvzap", "MODEL", "--text", "blank.txt"], "--text 'blank.txt' is empty"),
+        (["kvzap", "MODEL", "--text", "binary.txt"], "--text 'binary.txt' cannot be read: it is not UTF-8"),
+        (["kvzap", "MODEL", "--out", "folder"], "Is a directory"),
+        (["kvzap", "MODEL", "--dtype", "float16"], "--dtype: invalid choice: 'float16'"),
+        (["kvzap", "MODEL", "--out", "old", "pieces=7"], "other settings (method, "),
+        (["kvzap", "no/such/model"], "model 'no/such/model' cannot be loaded"),
+        (["kvzap", "SLIDING"], "training kvzap needs full attention in all layers"),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line(words, message, tiny, text, tmp_path, monkeypatch, capsys, nothing_loads):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("blank.txt").write_text(" \n")
+    Path("binary.txt").write_bytes(b"\xff\xfe\x00")
+    Path("old.state").mkdir()
+    Path("old.state", "settings.json").write_text(json.dumps({"method": "other", "pieces": 3}))
+    if "SLIDING" in words:
+        MORE_FAMILIES["gemma3"].build().config.save_pretrained("SLIDING")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    words = [tiny if word == "MODEL" else word for word in words]
+    given = [flag for flag in (["--text", str(text)], ["--out", "out"]) if flag[0] not in words]
+    assert main(["train", *words, *(word for flag in given for word in flag)]) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert error[0].startswith("error: ")
+    assert message in error[0]
+    assert len(error) == 1
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_too_little_text_is_one_line(tiny, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("abc abc")
+    argv = ["train", "kvzap", tiny, "--text", str(tmp_path / "short.txt"), "--out", str(tmp_path / "out")]
+    assert main(argv) == 2
+    assert f"at least {3 * kvzap.HELD_OUT} are needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("file", "damage"), [("piece-00001.safetensors", b"{}"), ("descent.pt", b"PK")])
+def test_a_damaged_state_is_one_line(file, damage, tiny, text, tmp_path, monkeypatch, capsys):
+    argv = ["train", "kvzap", tiny, *SMALL["kvzap"], "--text", str(text), "--out", str(tmp_path / "out")]
+    cut_at(monkeypatch, 3)
+    with pytest.raises(Cut):
+        main(argv)
+    (tmp_path / "out.state" / file).write_bytes(damage)
+    capsys.readouterr()
+    assert main(argv) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert "out.state' cannot be read: " in error
+    assert error.endswith("; remove it to start again")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no users here') }}", "cannot be used: no users here"),
+        ("hello", "it leaves out what a user"),
+    ],
+)
+def test_a_chat_template_that_fails_is_one_line(template, message, run):
+    run.tokenizer.chat_template = template
+    with pytest.raises(samples.KVCompressError, match=message):
+        samples.chat_frame(run.tokenizer)
+
+
+def test_without_a_chat_template_a_text_begins_and_a_line_ends(run):
+    run.tokenizer.chat_template = None
+    assert samples.chat_frame(run.tokenizer) == (run.tokenizer("").input_ids, samples.plain_ids(run.tokenizer, "\n"))
+
+
+@pytest.mark.parametrize(
+    ("method", "family", "layers"),
+    [("kvzap", "qwen2.5-vl", 3), ("fastkvzip", "qwen2.5-vl", 3), ("duoattention", "gemma3", 2)],
+)
+def test_models_that_see_learn_from_text(method, family, layers, text, tmp_path):
+    """M-RoPE, and layers with a sliding window, which have no gates."""
+    out, model = tmp_path / "out", save_checkpoint(family, tmp_path / "model")
+    assert main(["train", method, model, *SMALL[method], "--text", str(text), "--out", str(out)]) == 0
+    option = "calibration" if method == "duoattention" else "checkpoint"
+    loaded = MORE_FAMILIES.get(family, FAMILIES.get(family)).build()
+    with kvcompress.compress(loaded, method, 0.5, **{option: str(out)}):
+        loaded(torch.arange(8, 30)[None])
+    found = weights_in(method, out)
+    count = len(found["gates"]) if "gates" in found else len({name.split(".")[0] for name in found})
+    assert count == layers
+
+
+def test_too_full_a_disk_is_one_line(run):
+    with pytest.raises(samples.KVCompressError, match=r"need .* GiB in .*: take fewer with pieces= or tokens="):
+        run.begin(2**60)
+
+
+def test_other_attention_is_restored(run):
+    ids = torch.arange(8, 20)[None]
+    before = run.model(ids).logits
+    samples_seen = kvzap.kvzip_plus(run.decoder, [8, 9], [10], [11, 12, 13])
+    assert samples_seen.scores.shape == (3, 2, 3)
+    assert torch.equal(run.model(ids).logits, before)
+    assert run.decoder.config._attn_implementation == "sdpa"
