@@ -77,9 +77,7 @@ if find_spec("optimum"):  # pip install -e .[quantized]
     }
 
 
-def counted(*command: str) -> subprocess.CompletedProcess:
-    """Count in a process of its own, since Triton reads the interpreter's variable on import."""
-    return subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True, text=True, cwd=ROOT)
+IN_FLIGHT = {cache: budget.in_flight for cache, budget in BUDGETS.items() if budget.in_flight is not None}
 
 
 @pytest.fixture(autouse=True)
@@ -89,14 +87,20 @@ def triton_as_before(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory) -> dict[str, dict]:
-    """By cache, the counts of the command."""
+def counted(tmp_path_factory) -> tuple[dict[str, dict], dict[str, list[int]]]:
+    """By cache, the counts of the command; and the waits of each step in flight."""
     out = tmp_path_factory.mktemp("launches") / "launches"
-    sizes = ["--length", "96", "--new", "9", "--ratio", "0.25"]
-    counted("kvcompress", "bench", "launches", "--shape", "tiny", "--out", str(out), *sizes, "--methods", *BUDGETS)
-    assert (out.parent / "launches.md").read_text().count("| ---") == 8
-    found = json.loads(out.with_suffix(".json").read_text())["rows"]
-    return {row["cache"].partition("@")[0]: row for row in found}
+    asked = [json.dumps([*BUDGETS]), json.dumps([*IN_FLIGHT])]
+    command = [sys.executable, "-m", "tests.kvcompress.bench.count_launches", str(out), *asked]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    assert (out.parent / "launches_9.md").read_text().count("| ---") == 8
+    rows = [row for new in (5, 9) for row in json.loads((out.parent / f"launches_{new}.json").read_text())["rows"]]
+    return {row["cache"].partition("@")[0]: row for row in rows}, json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def rows(counted) -> dict[str, dict]:
+    return counted[0]
 
 
 @pytest.mark.parametrize("cache", BUDGETS)
@@ -119,11 +123,9 @@ def test_a_prefill_waits_once_not_once_per_layer(rows, cache):
     assert rows[cache]["prefill_waits"] == BUDGETS[cache].prefill_waits
 
 
-def test_a_step_of_requests_in_flight_waits_once():
-    budgets = {cache: budget.in_flight for cache, budget in BUDGETS.items() if budget.in_flight is not None}
-    found = json.loads(counted("tests.kvcompress.bench.in_flight_waits", *budgets).stdout)
-    assert {cache: max(steps) for cache, steps in found.items()} == budgets
-    assert all(min(steps) == 1 for steps in found.values())
+def test_a_step_of_requests_in_flight_waits_once(counted):
+    assert {cache: max(steps) for cache, steps in counted[1].items()} == IN_FLIGHT
+    assert all(min(steps) == 1 for steps in counted[1].values())
 
 
 def test_what_the_profiler_finds_is_counted_in_the_same_columns():

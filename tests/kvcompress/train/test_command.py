@@ -147,7 +147,7 @@ def test_a_damaged_state_is_one_line(file, damage, tiny, text, tmp_path, monkeyp
     assert main(argv) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
-    assert "out.state' cannot be read: " in error
+    assert " cannot be read: " in error
     assert error.endswith("; remove it to start again")
 
 

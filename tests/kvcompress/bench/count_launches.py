@@ -1,8 +1,10 @@
-"""`python -m tests.kvcompress.bench.in_flight_waits METHOD...`: waits of each step of requests in flight, as JSON.
+"""`python -m tests.kvcompress.bench.count_launches OUT LAUNCHES IN_FLIGHT`: of caches, two lists in JSON.
 
-The output maps method -> [waits of each step] on a pretended device. It needs a process of its own, since Triton reads
-the interpreter's variable on import."""
+Writes OUT_5 (of five steps) and OUT_9 (of caches that evict) as `kvcompress bench launches` does, and prints in JSON
+the waits of each step of requests in flight: {method: [waits]}. One process of its own for both, since Triton reads the
+interpreter's variable on import."""
 
+import contextlib
 import json
 import os
 import sys
@@ -12,6 +14,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # Triton reads this on import
 import torch
 
 import kvcompress
+from kvcompress.__main__ import main as command
 from kvcompress.bench.contenders import MethodSpec
 from kvcompress.bench.pretended.device import PretendedCuda
 from tests.support.families import FAMILIES
@@ -36,11 +39,19 @@ def waits_of_steps(gpu: PretendedCuda, model: torch.nn.Module, method: MethodSpe
 
 
 def main() -> None:
+    out, launches, in_flight = sys.argv[1], *map(json.loads, sys.argv[2:])
+    sizes = ["--shape", "tiny", "--length", "96", "--ratio", "0.25"]
+    with contextlib.redirect_stdout(sys.stderr):
+        for evicts, new in ((False, "5"), (True, "9")):
+            caches = [cache for cache in launches if ("decode_budget" in cache) == evicts]
+            assert not command(
+                ["bench", "launches", "--out", f"{out}_{new}", *sizes, "--new", new, "--methods", *caches]
+            )
     with PretendedCuda() as gpu:
         model = FAMILIES["llama"].build().to("cuda")
         found = {
             name: waits_of_steps(gpu, model, MethodSpec.parse(name, None if name == "full" else 0.3))
-            for name in sys.argv[1:]
+            for name in in_flight
         }
     print(json.dumps(found))
 
