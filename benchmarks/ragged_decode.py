@@ -182,8 +182,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--prompt", type=whole(), default=4096, help="tokens of the whole model's prompt; 0 leaves it out (4096)"
     )
-    run = Run(parser, argv, grid=("prompt",))
-    given, lengths = run.given, [(batch, length) for batch in BATCHES for length in LENGTHS]
+    parser.add_argument("--batches", nargs="+", type=whole(1), default=BATCHES)
+    parser.add_argument("--lengths", nargs="+", type=whole(1), default=LENGTHS, help="mean entries of a segment")
+    run = Run(parser, argv, grid=("prompt", "batches", "lengths"))
+    given, lengths = run.given, [(batch, length) for batch in run.given.batches for length in run.given.lengths]
     cells = [{"model": model, "batch": batch, "length": length} for model in MODELS for batch, length in lengths]
     run.measure(cells, partial(one_layer, given))
     parts = [

@@ -68,12 +68,13 @@ def fast(smoke: bool) -> list[Cell]:
     steps = "--new 4 --repeats 1" if smoke else "--new 16 --repeats 3"
     compiled = f"--methods snapkv snapkv:{STATIC} --peers dynamic static --compile --one-prompt {steps}"
     kernels = f"--lengths {'64' if smoke else '2048 8192 32768'} --out {{out}}"
+    ragged = "--batches 1 --lengths 64" if smoke else ""
     grid = f"--methods {' '.join(METHODS)} --one-prompt {steps} --batches {batches}"
     return [
         bench("prefill", 70, f"--methods snapkv adakv tova h2o --lengths {short} {steps}", smoke),
         bench(f"static_{short}_1", 180, f"{compiled} --lengths {short} --batches 1", smoke),
         Cell("kernels", "kernels", words(f"-m benchmarks.kernels {on} {kernels}"), 60),
-        Cell("ragged", "ragged", words(f"-m benchmarks.ragged_decode {on} --prompt 0 --out {{out}}"), 50),
+        Cell("ragged", "ragged", words(f"-m benchmarks.ragged_decode {on} --prompt 0 {ragged} --out {{out}}"), 50),
         bench(f"decode_{long}", 90, f"{grid} --lengths {long}", smoke),
         bench(f"decode_{short}", 60, f"{grid} --lengths {short}", smoke),
         bench(f"static_{long}_{middle}", 150, f"{compiled} --lengths {long} --batches {middle}", smoke),
