@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 import warnings
 import weakref
 from collections import Counter
@@ -109,9 +110,20 @@ class PretendedCuda:
             for patch in _triton(self):
                 self._exits.enter_context(patch)
         current.append(self)
-        self._exits.enter_context(Functions(self))
-        self._exits.enter_context(Made(self))
+        self._exits.enter_context(self._seen())
+        run = threading.Thread.run
+
+        def run_there(thread: threading.Thread) -> None:  # a mode is of the thread that enters it
+            with self._seen():
+                run(thread)
+
+        self._exits.enter_context(mock.patch.object(threading.Thread, "run", run_there))
         return self
+
+    @contextlib.contextmanager
+    def _seen(self) -> Iterator[None]:
+        with Functions(self), Made(self):
+            yield
 
     def __exit__(self, *exception: object) -> None:
         self._exits.close()

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -74,6 +75,14 @@ def test_numbers_go_there_without_a_wait_and_come_back_with_one(gpu):
     assert nothing is None
     assert flags.tolist() == [[True], [False]]
     assert flags.dtype == torch.bool
+
+
+def test_threads_that_start_on_it_see_it(gpu):
+    devices = []
+    thread = threading.Thread(target=lambda: devices.append((torch.ones(2, device="cuda") + 1).device))
+    thread.start()
+    thread.join()
+    assert devices == [torch.device("cuda", 0)]
 
 
 def on_the_device(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
