@@ -15,10 +15,11 @@ from .flags import SPEC, add_flags
 # What `bench launches` counts by default: one method of each kind of eviction, and every storage.
 EVICTING = ":decode_budget=64:decode_interval=4"
 PACKED = ":cache_implementation=quantized:kv_backend=turboquant"
+FP8 = ":cache_implementation=quantized:kv_backend=fp8"
 LAUNCHED = (
     *("full", "snapkv", "h2o", "adakv", "full:cache_implementation=static", "snapkv:cache_implementation=static"),
     *(f"{name}{EVICTING}" for name in ("streamingllm", "h2o", "r-kv", "adakv")),
-    *("snapkv:cache_implementation=offloaded", f"snapkv{PACKED}", f"adakv{PACKED}"),
+    *("snapkv:cache_implementation=offloaded", f"snapkv{PACKED}", f"adakv{PACKED}", f"snapkv{FP8}", f"adakv{FP8}"),
 )
 
 
