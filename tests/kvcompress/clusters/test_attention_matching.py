@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import kvcompress
 from kvcompress.check.reference import generate, keys_of, only_attending_to
 from kvcompress.clusters.attention_matching import AttentionMatchingKVCluster
+from kvcompress.hooks.model import text_decoder, writing_part
 from kvcompress.scoring.layer_view import LayerView
+from kvcompress.train.watching import attention_by
 from tests.support.examples import examples
 from tests.support.families import FAMILIES
 from tests.support.in_flight import check_in_flight
@@ -88,7 +88,7 @@ def test_a_step_adds_the_bias_of_each_key_to_its_logits(family, heads):
     assert all(bool(keys[..., -1].abs().max() > 0.1) for keys, _ in held)
     prompt = inputs["input_ids"].shape[1]
 
-    def attention(module, query, key, value, mask, scaling, **kwargs):
+    def attention(attend, module, query, key, value, mask, scaling, **kwargs):
         layer = keys_of(module)
         bias = torch.zeros(key.shape[:3])
         if key.shape[2] > prompt:  # behind the prompt: what the cache holds of it, and the tokens since
@@ -106,15 +106,8 @@ def test_a_step_adds_the_bias_of_each_key_to_its_logits(family, heads):
             products = products.masked_fill(torch.ones(products.shape[-2:]).triu(1).bool(), -torch.inf)
         return (products.softmax(-1) @ value.repeat_interleave(groups, 1)).transpose(1, 2), None
 
-    config = model.config.get_text_config(decoder=True)
-    before = config._attn_implementation
-    AttentionInterface.register("biased_reference", attention)
-    AttentionMaskInterface.register("biased_reference", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    config._attn_implementation = "biased_reference"
-    try:
+    with attention_by(text_decoder(writing_part(model)), attention):
         _, expected = generate(model, inputs, NEW, forced=tokens)
-    finally:
-        config._attn_implementation = before
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
