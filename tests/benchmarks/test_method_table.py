@@ -182,17 +182,20 @@ def test_headroom_is_over_all_columns_between_random_and_hindsight(tmp_path):
     assert [line.split("|")[-2].split(" [")[0].strip() for line in lines] == ["100", "0", "50"]
 
 
-def test_what_a_cell_keeps_is_measured_once_by_layer(task, tmp_path, monkeypatch):
+def test_what_a_cell_keeps_is_stored_by_layer_over_all_its_batches(task, tmp_path):
     answers, cells = Answers(tmp_path / "answers.json", "even"), cells_of(task, ["full", "knorm", "pyramidkv"])
-    method_cells.measure_kept(task, cells, answers)
+    compute(task, cells, answers)
     kept = {(cell.method, cell.column.title): answers.kept.get(cell.key) for cell in cells}
     assert kept["full", "full"] is None
     assert all(0.5 <= share <= 0.5 + 1 / 30 for share in kept["knorm", "0.5"])  # the token that is fed again
     assert len(kept["pyramidkv", "0.2"]) == len(kept["knorm", "0.5"])
-    monkeypatch.setattr(method_cells, "answer", None)  # nothing is left to measure
-    again = Answers(answers.path, "even")
-    method_cells.measure_kept(task, cells, again)
-    assert again.kept == answers.kept
+    batches = Answers(tmp_path / "batches.json", "even")
+    batches.add(cells[1], [1, 0, 1], [[0.1, 0.2, 0.3], [0.4, 0.4, 0.4]])
+    batches.add(cells[1], [1], [[0.6], [0.8]])
+    assert Answers(batches.path, "even").kept[cells[1].key] == [0.3, 0.5]
+    batches.add(cells[2], [1])
+    batches.add(cells[2], [1], [[0.6], [0.8]])  # the first batch's share is not known
+    assert cells[2].key not in batches.kept
 
 
 def test_what_keeps_another_share_than_was_asked_says_so_and_stands_behind_the_others(tmp_path):
@@ -200,8 +203,8 @@ def test_what_keeps_another_share_than_was_asked_says_so_and_stands_behind_the_o
     for method, right in {"hindsight": 90, "random": 10, "fastv": 80, "tova": 30}.items():
         for column in BY_RATIO:
             cells.append(Cell(PROTOCOL, method, column))
-            answers.add(cells[-1], [True] * right + [False] * (100 - right))
-            answers.keep({cells[-1].key: [1.0, 0.2, 0.2] if method == "fastv" else [column.ratio + 0.004] * 3})
+            shares = [1.0, 0.2, 0.2] if method == "fastv" else [column.ratio + 0.004] * 3
+            answers.add(cells[-1], [True] * right + [False] * (100 - right), [[share] * 100 for share in shares])
     rows = rows_of(PROTOCOL, cells, answers, 100)
     lines = markdown(rows, BY_RATIO, 100).splitlines()[2:]
     assert [line.split("|")[1].strip() for line in lines] == ["**hindsight**", "**random**", "tova", "fastv"]
