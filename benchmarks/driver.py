@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from kvcompress.bench.flags import add_flags
 from kvcompress.bench.results import Results, about, page, say, settle
 from kvcompress.command_line import Parser, exit_code
-from kvcompress.files import check_output
+from kvcompress.files import check_output, write_text
 from kvcompress.flag_types import path
 
 FOLDER = Path("benchmarks/results")
@@ -37,6 +37,14 @@ def tasks_parser(name: str, doc: str, tasks: Iterable[str]) -> argparse.Argument
     this.add_argument("--tables-only", action="store_true", help="of the answers that are there")
     this.add_argument("--out", type=path, default=RESULTS, help="folder")
     return this
+
+
+def put(page_file: Path, benchmark: str, name: str, text: str) -> None:
+    """Replace the text between a page's two marks of that name, and print it."""
+    begin, end = f"<!-- {name}: made by benchmarks/{benchmark}.py -->\n", f"<!-- end of {name} -->"
+    before, rest = page_file.read_text(encoding="utf-8").split(begin)
+    write_text(page_file, f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
+    print(text)
 
 
 def start(main: Callable[[list[str]], int | None]) -> NoReturn:

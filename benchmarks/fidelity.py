@@ -35,7 +35,6 @@ import kvcompress
 from kvcompress import flag_types
 from kvcompress.bench.timing import table
 from kvcompress.errors import KVCompressError
-from kvcompress.files import write_text
 from kvcompress.hooks.shared_prompt import PromptPass, SharedPrompt
 from kvcompress.tokens import TokenMethod
 from tests.oracle.authors import recording as recordings
@@ -46,7 +45,7 @@ from tests.oracle.authors.states import DECODED, RATIOS, ratio_of, states
 from tests.oracle.authors.token_recording import TokenRecording
 
 from . import method_cells, method_tasks
-from .driver import RESULTS, new_parser, start
+from .driver import RESULTS, new_parser, put, start
 from .pretrained import export
 from .ruler import WORK, needles
 
@@ -312,14 +311,6 @@ def run_label(run: dict[str, Any]) -> str:
 # -- the pages
 
 
-def put(page: Path, name: str, table: str) -> None:
-    """Replace the text between a page's two marks of that name."""
-    begin, end = f"<!-- {name}: made by benchmarks/fidelity.py -->\n", f"<!-- end of {name} -->"
-    before, rest = page.read_text(encoding="utf-8").split(begin)
-    write_text(page, f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}")
-    print(table)
-
-
 def main(argv: list[str]) -> None:
     parser = new_parser("fidelity", __doc__, "--questions")
     choices = [[], "fidelity", "variants", "kvpress"]
@@ -331,16 +322,16 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(1)
     wanted = given.tables or ["fidelity", "variants"]
     if "fidelity" in wanted:
-        put(PAGE, "fidelity", markdown(list(rows()), list(token_rows())))
+        put(PAGE, "fidelity", "fidelity", markdown(list(rows()), list(token_rows())))
     if "variants" in wanted:
-        put(PAGE, "variants", variants_table(given.questions, RESULTS / "variants.json"))
+        put(PAGE, "fidelity", "variants", variants_table(given.questions, RESULTS / "variants.json"))
     if "kvpress" in wanted:
         if given.kvpress_python is None:
             raise KVCompressError("the table kvpress needs --kvpress-python, the Python of an environment with kvpress")
         folder = export("smollm2", WORK / "SmolLM2-135M-Instruct")
         tokenizer = AutoTokenizer.from_pretrained(folder)
         prompts = [tokenizer(text)["input_ids"] for text, _ in needles(tokenizer, KVPRESS_PROMPTS, KVPRESS_LENGTH)]
-        put(KVPRESS_PAGE, "kvpress", beside_kvpress(given.kvpress_python, folder, prompts, KVPRESS_RATIOS))
+        put(KVPRESS_PAGE, "fidelity", "kvpress", beside_kvpress(given.kvpress_python, folder, prompts, KVPRESS_RATIOS))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from ..report.numbers import kept
 from ..report.short_answers import warning
 from ..report.significance import mean_interval
 from ..report.table import score_scale
+from .choice import best_methods, choose
 from .protocol import definition, holds_full, protocol_of, regime, variant
 from .rerun import command_of
 
@@ -55,8 +56,8 @@ def rows_of(submission: str, groups: Iterable[Group]) -> list[Row]:
     return rows
 
 
-def leaderboard(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the data of the page: `boards`, sorted by regime and task."""
+def leaderboard(rows: Sequence[Row], further: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Return the data of the page: `boards`, sorted by regime and task, `further` ones (`tables.board`) included."""
     tables: dict[tuple, list[Row]] = {}
     compressed = [row for row in rows if row.cell["protocol"]["method"] != "full"]
     for row in compressed:
@@ -74,6 +75,7 @@ def leaderboard(rows: Sequence[Row]) -> dict[str, Any]:
         _board(question, dict(protocol), own, regimes[question[0]], [key[0] for key in tables])
         for (question, protocol), own in tables.items()
     ]
+    boards += further
     order = ("regime", "task", "protocol_text")
     return {"boards": sorted(boards, key=lambda board: [board[name] for name in order])}
 
@@ -117,7 +119,23 @@ def _board(
         "scale": score_scale(frame),
         "warning": warning(frame),
         "cells": cells,
+        **({"choice": None, "best": []} if has_models else _choice(rows)),
     }
+
+
+def _choice(rows: list[Row]) -> dict[str, Any]:
+    """Return what `choice.py` says about rows of one model that answered all questions of the table."""
+    scores, reference = {}, None
+    for row in rows:
+        if row.pair is not None and pd.notna(row.framed["ratio"]):
+            own, full = row.pair
+            reference = full if reference is None else reference
+            if own.index.equals(reference.index) and not own["score"].isna().any():
+                scores[row.shown["variant"], float(row.framed["ratio"])] = own["score"]
+    if reference is None or reference["score"].isna().any() or not scores:
+        return {"choice": None, "best": []}
+    chosen = choose(scores, reference["score"], list(reference["cluster"]))
+    return {"choice": None if chosen is None else chosen.as_data(), "best": best_methods(scores)}
 
 
 def _shown(submission: str, group: Group, questions: pd.DataFrame, index: int) -> dict[str, Any]:

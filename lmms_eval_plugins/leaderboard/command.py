@@ -7,12 +7,14 @@ kvcompress leaderboard --check FOLDER...    checks that each is complete and pla
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from kvcompress.command_line import Parser, exit_code
 from kvcompress.files import check_output
 from kvcompress.flag_types import path
 
 from ..cells.errors import EvaluationFailed
+from ..cells.results import RESULTS_FILE
 from .submissions import name_of, submission, unpacked
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -70,15 +72,21 @@ def write(folders: list[Path], out: Path) -> int:
     from ..report.html.groups import load_groups
     from ..report.html.page import write_page
     from .boards import Row, leaderboard, rows_of
+    from .tables import board, read
 
     check_output(out.parent, out.name)
     rows: list[Row] = []
+    tables: list[dict[str, Any]] = []
     for each in folders:
         with unpacked(each) as folder:
-            rows += rows_of(name_of(each), load_groups(folder))
-    if not rows:
+            own = [board(table, name_of(each)) for table in read(folder)]
+            tables += own
+            if not own or any(folder.rglob(RESULTS_FILE)):
+                rows += rows_of(name_of(each), load_groups(folder))
+    if not rows and not tables:
         raise EvaluationFailed("no cell has a score (were they run with --predict_only?)")
-    boards = leaderboard(rows)
+    boards = leaderboard(rows, tables)
     write_page(out, "KV-cache compression: leaderboard", boards, TEMPLATES, "board")
-    print(f"written: {out} ({len(rows)} cells in {len(boards['boards'])} tables, {out.stat().st_size / 1e3:.0f} kB)")
+    count = sum(len(each["cells"]) for each in boards["boards"])
+    print(f"written: {out} ({count} rows in {len(boards['boards'])} tables, {out.stat().st_size / 1e3:.0f} kB)")
     return 0

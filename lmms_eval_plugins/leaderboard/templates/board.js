@@ -27,11 +27,12 @@ function nameOf(cell) {
   return button;
 }
 
+const P = "p (Holm)"; // stands with the details: the table is wide enough
 const COLUMNS = [
   { name: "method", value: (cell) => cell.series, words: true, show: nameOf },
   { name: "kept (asked)", value: (cell) => cell.realised ?? cell.ratio, show: (cell) => cell.kept },
   { name: "score", value: (cell) => cell.score, show: (cell) => [scoreText(cell), make("small", { textContent: errorText(cell) }), meter(Math.max(0, cell.score) / board.most)] },
-  ...TESTS,
+  ...TESTS.filter(({ name }) => name !== P),
   { name: "same as full", value: (cell) => cell.same, show: (cell) => percent(cell.same, 0), rare: true },
   { name: "KV cache", value: (cell) => cell.kv_bytes, show: (cell) => bytes(cell.kv_bytes), rare: true },
   { name: "TTFT", value: (cell) => cell.ttft_s, show: (cell) => milliseconds(cell.ttft_s), rare: true },
@@ -48,6 +49,7 @@ function details(cell) {
   const facts = [
     ["made by", make("span", {}, make("code", { textContent: cell.command }), copy)],
     ...elsewhere,
+    [P, TESTS.find(({ name }) => name === P).show(cell)],
     ["tokens/s", decimal(cell.tokens_per_s)],
     ["on", pairs(cell.environment)],
     ["versions", pairs(cell.versions) + (cell.code ? `, code ${cell.code}` : "")],
@@ -60,6 +62,43 @@ function drawTable() {
   const columns = COLUMNS.map((column) => (column.name === "score" ? { ...column, title: group.metric } : column));
   const rows = drawRows($("rows-table"), columns, group.cells, order, drawTable);
   [...$("rows-table").tBodies[0].rows].forEach((row, place) => opened.has(rows[place]) && row.after(details(rows[place])));
+}
+
+// -- which method
+
+// The board of each regime, model and kind of ratio that has most methods to choose from.
+function choices() {
+  const found = new Map();
+  for (const each of DATA.boards.filter(({ choice }) => choice)) {
+    const key = [each.regime, each.cells[0].model, each.protocol.ratio_of].join("\n");
+    if ((found.get(key)?.choice.methods ?? 0) < each.choice.methods) found.set(key, each);
+  }
+  return [...found.values()];
+}
+
+function drawChoice() {
+  const all = choices();
+  $("choice").hidden = !all.length && board.best.length < 2;
+  $("choices").replaceChildren(...all.map((each) => {
+    const about = [each.regime, each.cells[0].model, each.protocol.ratio_of === "vision" ? "vision tokens dropped" : ""].filter(Boolean).join(", ");
+    const button = make("button", { type: "button" }, make("small", { textContent: about }), make("span", { className: each.choice.is_enough ? "" : "none", textContent: each.choice.text }));
+    button.setAttribute("aria-pressed", String(each === board));
+    button.addEventListener("click", () => {
+      for (const [id, key] of PICKS) {
+        $(id).value = each[key];
+        pick(PICKS.findIndex(([other]) => other === id), false);
+      }
+      show(each);
+    });
+    return make("li", {}, button);
+  }));
+  const best = board.cells.filter((cell) => cell.method === "full" || board.best.includes(cell.variant));
+  const whole = group;
+  group = { ...whole, cells: best };
+  drawPlot($("plot-best"), "ratio", true, (share) => percent(share, 0), "share kept, as asked");
+  $("best-names").replaceChildren(...[...new Set(best.map(({ series }) => series))].map(named));
+  group = whole;
+  $("best-caption").textContent = `${board.regime}: the best of ${new Set(board.cells.map(({ variant }) => variant)).size} methods`;
 }
 
 // -- which rows
@@ -75,6 +114,7 @@ function draw() {
   group.cells = board.cells.filter(passes);
   $("rows-count").textContent = `${group.cells.length} of ${board.cells.length} rows. Click a column to sort by it, or a name to see the command that produced the row.`;
   drawTable();
+  drawChoice();
   drawLegend();
   drawPlots();
 }
@@ -100,22 +140,27 @@ function show(chosen) {
 
 // -- which table
 
+const PICKS = [["regime", "regime"], ["task", "task"], ["protocol", "protocol_text"]];
+
 // Each list offers the values left by the lists before it.
-function pick(from) {
+function pick(from, isShown = true) {
   let left = DATA.boards;
-  for (const [place, [id, key]] of [["regime", "regime"], ["task", "task"], ["protocol", "protocol_text"]].entries()) {
+  for (const [place, [id, key]] of PICKS.entries()) {
     const values = [...new Set(left.map((each) => each[key]))];
     if (place > from) fill($(id), values.map((value) => [value, value]), true);
     left = left.filter((each) => each[key] === $(id).value);
   }
-  show(left[0]);
+  if (isShown) show(left[0]);
 }
 
-["regime", "task", "protocol"].forEach((id, place) => $(id).addEventListener("change", () => pick(place)));
+PICKS.forEach(([id], place) => $(id).addEventListener("change", () => pick(place)));
 for (const [id] of FILTERS) $(id).addEventListener("change", draw);
 $("search").addEventListener("input", draw);
 for (const id of ["x-size", "x-time"]) $(id).addEventListener("change", drawPlots);
 let width = innerWidth;
-addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; drawPlots(); } });
+addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; drawChoice(); drawPlots(); } });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-pick(-1);
+pick(-1, false);
+const first = choices()[0];
+if (first) for (const [place, [id, key]] of PICKS.entries()) { $(id).value = first[key]; pick(place, place === PICKS.length - 1); }
+else pick(-1);

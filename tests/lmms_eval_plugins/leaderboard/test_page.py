@@ -52,7 +52,7 @@ def test_the_page_holds_what_its_script_reads(data):
 
 
 def test_what_ships_has_every_regime_each_with_its_command_and_versions(data):
-    boards = [board for board in data["boards"] if board["task"] != "letters"]
+    boards = [board for board in data["boards"] if board["task"] != "letters" and board["cells"][0]["environment"]]
     assert {board["regime"] for board in boards} >= {"an image", "several images", "video"}
     for board in boards:
         assert sum(cell["method"] == "full" for cell in board["cells"]) == 1
@@ -86,6 +86,20 @@ def rows(page, place=1):
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
 def test_the_page_works_in_a_browser(browser, page_file, data, width, scheme):
     page, said, asked = opened(browser, page_file, viewport={"width": width, "height": 900}, color_scheme=scheme)
+
+    # First, which method: a line leads to its table.
+    lines = page.locator("#choices button")
+    assert lines.count() == len(
+        {(each["regime"], each["protocol"]["ratio_of"]) for each in data["boards"] if each["choice"]}
+    )
+    lines.last.click()
+    shown = next(
+        each for each in data["boards"] if each["choice"] and each["choice"]["text"] in lines.last.inner_text()
+    )
+    assert page.input_value("#protocol") == shown["protocol_text"]
+    assert len(rows(page)) == len(shown["cells"])
+    methods = {cell["method"] for cell in shown["cells"]}
+    assert page.locator("#best-names .series").count() == len({*shown["best"], "full"} & methods)
 
     # The lists lead from the regime over the task to the protocol; a table holds one protocol alone.
     page.select_option("#regime", "an image")

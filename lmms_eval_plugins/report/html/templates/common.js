@@ -229,7 +229,7 @@ function drawPlot(where, x, log, text, name, moreIsBetter) {
 function nameFront(drawing, front, at, width) {
   const taken = front.map(at).map(([x, y]) => [x - 7, x + 7, y - 7, y + 7]);
   for (const cell of front) {
-    const text = cell.method === "full" ? "full" : `${cell.method} ${cell.kept}`, [x, y] = at(cell), long = 6.4 * text.length;
+    const text = cell.method === "full" ? "full" : `${cell.method} ${cell.realised === null ? cell.size : cell.kept}`, [x, y] = at(cell), long = 6.4 * text.length;
     for (const [dx, dy] of [[10, 15], [10, -10], [-10 - long, 15], [-10 - long, -10], [10, 29], [-10 - long, 29]]) {
       const box = [x + dx, x + dx + long, y + dy - 11, y + dy + 3];
       if (box[0] < 0 || box[1] > width || taken.some((other) => box[0] < other[1] && other[0] < box[1] && box[2] < other[3] && other[2] < box[3])) continue;

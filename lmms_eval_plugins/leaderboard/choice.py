@@ -1,0 +1,89 @@
+"""Which method, at which ratio, loses next to nothing: chosen on one half of the questions, tested on the other."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ..cells.results import exact
+from ..report.against import MARGIN, signed
+from ..report.metrics import Numbers
+from ..report.significance import paired_test
+
+NOT_CHOSEN = ("full", "hindsight")  # one compresses nothing, one knows the answer
+FEWEST_METHODS = 3  # among which there is something to choose
+FEWEST_QUESTIONS = 20  # in each half
+BEST = 8  # methods of the plot
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The smallest ratio at which a method loses less than `MARGIN` points. At each ratio, from the largest down, the
+    method that is best on the first half of the questions is tested on the second, until one loses more. If that is the
+    first, `is_enough` is False.
+
+    Attributes:
+        difference, low, high: from the full cache on the second half, with the 95 % interval, in points.
+        questions: in the second half.
+        methods: among how many it was chosen.
+    """
+
+    method: str
+    ratio: float
+    difference: float
+    low: float
+    high: float
+    questions: int
+    methods: int
+
+    @property
+    def is_enough(self) -> bool:
+        return self.difference > -MARGIN
+
+    def __str__(self) -> str:
+        found = f"{self.method} at {exact(self.ratio)}: {signed(self.difference)} points"
+        found += f" [{signed(self.low)}, {signed(self.high)}]"
+        return found if self.is_enough else f"all {self.methods} methods lose more; best is {found}"
+
+    def as_data(self) -> dict[str, Any]:
+        return {**asdict(self), "text": str(self), "is_enough": self.is_enough}
+
+
+def choose(
+    scores: Mapping[tuple[str, float], Numbers], full: Numbers, clusters: Sequence | None = None
+) -> Choice | None:
+    """Choose among methods; None if there are fewer than `FEWEST_METHODS`, or `FEWEST_QUESTIONS` in a half.
+
+    Args:
+        scores: (method, ratio) -> scores of the questions, (questions,). `NOT_CHOSEN` are passed over.
+        full: the scores with the full cache, (questions,).
+        clusters: what each question belongs to, (questions,); a cluster is never divided. Default: each question is one
+            of its own.
+    """
+    tried = {key: np.asarray(own, float) for key, own in scores.items() if key[0] not in NOT_CHOSEN}
+    methods = {method for method, _ in tried}
+    codes = np.arange(len(full)) if clusters is None else pd.factorize(np.asarray(clusters, object))[0]
+    first, full = codes % 2 == 0, np.asarray(full, float)
+    if len(methods) < FEWEST_METHODS or min(first.sum(), (~first).sum()) < FEWEST_QUESTIONS:
+        return None
+    chosen = None
+    for ratio in sorted({ratio for _, ratio in tried}, reverse=True):
+        method = max((key for key in tried if key[1] == ratio), key=lambda key: (tried[key][first].mean(), key))[0]
+        found = paired_test(tried[method, ratio][~first], full[~first], codes[~first])
+        points = (100 * value for value in (found.difference, found.low, found.high))
+        tested = Choice(method, ratio, *points, found.questions, len(methods))
+        if not tested.is_enough:
+            return chosen or tested
+        chosen = tested
+    return chosen
+
+
+def best_methods(scores: Mapping[tuple[str, float], Numbers]) -> list[str]:
+    """Return the `BEST` methods by the mean over the ratios that all have, best first, then `hindsight` if it is
+    there."""
+    frame = pd.Series({key: float(np.mean(own)) for key, own in scores.items()}).unstack()
+    means = frame.dropna(axis="columns").mean(axis="columns").sort_values(ascending=False, kind="stable")
+    chosen = [method for method in means.index if method not in NOT_CHOSEN][:BEST]
+    return [*chosen, *(["hindsight"] if "hindsight" in means.index else [])]
