@@ -11,7 +11,7 @@ table is written of the tasks that are there, `<out>/ruler_qwen2_<length>.md`.
 import hashlib
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ from lmms_eval_plugins.report.significance import ALPHA, holm, paired_test
 from lmms_eval_plugins.text.tasks import quiet
 
 from .driver import RESULTS, new_parser, start
-from .method_cells import FULL, Answers, Column, Protocol, Task, cells_of, compute
+from .method_cells import FULL, Answers, Cell, Column, Protocol, Task, cells_of, compute
 from .pretrained import export
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ TASKS = {
     "ruler_fwe": 50,
 }
 QUESTIONS = {1024: 20, 4096: 8}  # length of the prompts, in tokens at most -> questions of each task
-RATIOS = (0.3, 0.1)
+RATIOS = (0.3, 0.1)  # of every method
+LARGER, BEST, WORST = 0.5, 12, 5  # how many of the best and worst at 0.3 are asked at a larger ratio
+SMALLER, ABOVE = 0.05, 80.0  # methods above so many percent at 0.1 are asked at a smaller ratio
 RULERS = ("full", "hindsight", "random")
 PROTOCOL = Protocol("query-aware", {"scope": "prompt", "first_token": "compressed"}, tuple(map(Column.of, RATIOS)))
 RESAMPLES = 10_000
@@ -176,16 +178,20 @@ class Row:
         return 100 * float(low), 100 * float(high)
 
 
+def cell_at(task: Task, method: str, ratio: float) -> Cell | None:
+    """Return a method's cell at any ratio, or that of the full cache; None if the method does not apply."""
+    for cell in cells_of(task, [method]):
+        return cell if cell.column == FULL else replace(cell, column=Column.of(ratio))
+    return None
+
+
 def rows_of(tasks: list[Task], answers: dict[str, Answers], ratio: float) -> dict[str, Row]:
     """Return the rows of the methods that have answered all questions of all tasks: RULERS first, then by the mean."""
     rows = {}
     for method in kvcompress.list_methods():
-        found = []
-        for task in tasks:
-            cells = [each for each in cells_of(task, [method]) if each.column in (FULL, Column.of(ratio))]
-            found += [(answers[task.name], cell, task.questions) for cell in cells]
-        right = [scores.of(cell, questions) for scores, cell, questions in found]
-        if found and all(len(one) == questions for one, (_, _, questions) in zip(right, found, strict=True)):
+        found = [(answers[task.name], cell_at(task, method, ratio), task.questions) for task in tasks]
+        right = [scores.of(cell, questions) if cell else [] for scores, cell, questions in found]
+        if all(len(one) == questions for one, (_, _, questions) in zip(right, found, strict=True)):
             kept = [np.mean(scores.kept.get(cell.key, 1.0)) for scores, cell, _ in found]
             rows[method] = Row(method, [100 * one.mean() for one in right], np.concatenate(right), float(np.mean(kept)))
 
@@ -193,6 +199,15 @@ def rows_of(tasks: list[Task], answers: dict[str, Answers], ratio: float) -> dic
         return RULERS.index(row.method) if row.method in RULERS else len(RULERS), -row.mean
 
     return {row.method: row for row in sorted(rows.values(), key=place)}
+
+
+def further(tasks: list[Task], answers: dict[str, Answers]) -> dict[float, list[str]]:
+    """Return the methods to ask at further ratios, by the means over all tasks at RATIOS."""
+    first, last = (list(rows_of(tasks, answers, ratio).values()) for ratio in RATIOS)
+    ranked = [row.method for row in first if row.method not in RULERS]
+    asked = [*ranked[:BEST], *ranked[max(BEST, len(ranked) - WORST) :]]
+    well = [row.method for row in last if row.method not in RULERS and row.mean > ABOVE]
+    return {LARGER: ["hindsight", "random", *asked], SMALLER: ["hindsight", "random", *well] if well else []}
 
 
 def against(rows: dict[str, Row], other: str) -> dict[str, str]:
@@ -234,9 +249,19 @@ def report(length: int, tasks: list[Task], answers: dict[str, Answers]) -> str:
         "paired test; bold where p < 0.05 after Holm's correction over the table's methods. KV: bytes of a prompt's "
         "entries in bf16. Methods with their published defaults; those that need a calibration are left out."
     ]
-    for ratio in RATIOS:
+    for ratio in sorted((*RATIOS, LARGER, SMALLER), reverse=True):
         rows = rows_of(tasks, answers, ratio)
-        parts += [f"## {ratio:.0%} kept", ratio_table(rows, [task.name for task in tasks], tokens * token_bytes)]
+        if set(rows) <= set(RULERS):
+            continue
+        if ratio == LARGER:
+            chosen = f"The best {BEST} and the worst {WORST} at {RATIOS[0]:.0%}."
+        else:
+            chosen = f"Methods above {ABOVE:.0f} % at {RATIOS[-1]:.0%}." if ratio == SMALLER else ""
+        parts += [
+            f"## {ratio:.0%} kept",
+            *filter(None, [chosen]),
+            ratio_table(rows, [task.name for task in tasks], tokens * token_bytes),
+        ]
     refused: dict[str, set[str]] = {}
     for task in tasks:
         for cell in cells_of(task, list(kvcompress.list_methods())):
@@ -264,6 +289,10 @@ def main(argv: list[str]) -> None:
             answers[name] = Answers(file, there[-1].identity)
             if is_asked:
                 compute(there[-1], cells_of(there[-1], list(kvcompress.list_methods())), answers[name])
+    if len(there) == len(TASKS) and not given.tables_only:
+        for task in there:
+            asked = [cell_at(task, method, ratio) for ratio, own in further(there, answers).items() for method in own]
+            compute(task, asked, answers[task.name])
     if there:
         text = report(given.length, there, answers)
         write_text(given.out / f"ruler_qwen2_{given.length}.md", text)

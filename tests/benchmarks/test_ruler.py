@@ -82,6 +82,22 @@ def test_differences_are_the_paired_test_and_bold_where_they_survive_correction(
     assert ruler.against({}, "random") == {}
 
 
+def test_the_best_and_the_worst_are_asked_at_more_and_the_very_good_at_less(answered, monkeypatch):
+    tasks, answers = answered
+    monkeypatch.setattr(ruler, "BEST", 1)
+    monkeypatch.setattr(ruler, "WORST", 1)
+    assert ruler.further(tasks, answers) == {
+        0.5: ["hindsight", "random", "adakv", "keydiff"],
+        0.05: ["hindsight", "random", "adakv"],
+    }
+    monkeypatch.setattr(ruler, "BEST", 12)  # more than there are: nobody twice
+    assert ruler.further(tasks, answers)[0.5] == ["hindsight", "random", "adakv", "snapkv", "keydiff"]
+    assert "## 50% kept" not in ruler.report(1024, tasks, answers)
+    for one in tasks:
+        answers[one.name].add(ruler.cell_at(one, "adakv", 0.5), [1] * QUESTIONS)
+    assert "## 50% kept\n\nThe best 12 and the worst 1 at 30%." in ruler.report(1024, tasks, answers)
+
+
 def test_the_page_says_bytes_and_what_refused(answered):
     tasks, answers = answered
     (cell, _) = cells_of(tasks[0], ["kvzap"])
