@@ -20,7 +20,7 @@ from ..errors import KVCompressError
 from ..hooks.model import unwrapped, writing_part
 from ..hooks.model_identity import ModelReference
 from ..policy.make import make_policy
-from ..policy.passages import decoding
+from ..policy.passages import Decoder
 from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
 from ..scoring.vision import vision_token_ids
@@ -97,7 +97,7 @@ class CompressedCache(DynamicCache):
                 f"ratio_of='vision': a {config.model_type} model has no image or video tokens to evict"
             )
         super().__init__(config=config)
-        self.config, self._decode = config, decoding(tokenizer)
+        self.config, self._decode = config, Decoder(tokenizer)
         self.announced: NewTokens | None = None  # tokens of the latest prefill
         self._stage: str | None = None  # of the current forward pass: "announced", then "begun"
         self.is_prompt = False  # whether the latest forward pass is a prompt

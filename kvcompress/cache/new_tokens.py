@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from ..device import fetched, on_device
 from ..errors import KVCompressError
 from ..policy.options import Engine
-from ..policy.passages import NO_TOKENIZER, Decode
+from ..policy.passages import Decoder
 from ..policy.policy import Policy
 from ..scoring.vision import frame_tokens, vision_token_mask
 from ..scoring.windows import pad_columns
@@ -116,7 +116,7 @@ class NewTokens:
         input_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
         video_grid_thw: torch.Tensor | None = None,
-        decode: Decode = NO_TOKENIZER,
+        decode: Decoder | None = None,
     ) -> "NewTokens":
         """Create the facts from the model's inputs. Waits for the device once per prompt.
 
@@ -125,7 +125,7 @@ class NewTokens:
             input_ids: (batch, columns), or None.
             attention_mask: the 2-D padding mask (batch, at least columns), or None.
             video_grid_thw: frames, height and width in patches of the videos, (videos, 3), or None.
-            decode: decodes token ids, for `protect_text=`.
+            decode: decodes token ids; only `protect_text=` needs it.
         """
         engine, mask = policy.engine, _padding_mask(attention_mask, columns)
         ids, real, grid = fetched(input_ids, mask, video_grid_thw)

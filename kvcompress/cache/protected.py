@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from ..device import on_device
 from ..errors import KVCompressError, shown
-from ..policy.passages import Decode, passage_mask
+from ..policy.passages import Decoder, passage_mask
 from ..policy.policy import Policy
 
 
@@ -68,7 +68,7 @@ class Protected:
 def protected_tokens(
     policy: Policy,
     ids: torch.Tensor | None,
-    decode: Decode,
+    decode: Decoder | None,
     lengths: list[int],
     context: list[int],
     vision: torch.Tensor | None,

@@ -24,7 +24,7 @@ from ..inflight.loop import InFlight, Limits
 from ..inflight.request import Request
 from ..inflight.under_way import Writer
 from ..policy.make import make_policy
-from ..policy.passages import decoding
+from ..policy.passages import Decoder
 from .answer_first import answer_first, check_answers
 from .attention import PREFIX, connected, register_attention
 from .chunked_prefill import feed_in_chunks
@@ -77,7 +77,7 @@ def compress(
     policy = make_policy(method, ratio, budget, **options)
     check_room(policy, max_new_tokens)
     if policy.passages:
-        decoding(tokenizer)([])  # raises at once without a tokenizer
+        Decoder(tokenizer)([])  # raises at once without a tokenizer
     inner = unwrapped(model)
     config = attention_config(inner)
     check_heads(inner, config, policy)

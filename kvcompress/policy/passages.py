@@ -12,8 +12,6 @@ from ..errors import KVCompressError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-Decode = Callable[[list[int]], str]
-
 
 def token_spans(
     tokenizer: "PreTrainedTokenizerBase | ProcessorMixin", input_ids: Sequence[int] | torch.Tensor, *passages: str
@@ -43,27 +41,29 @@ def token_spans(
         raise KVCompressError(f"token_spans takes one prompt, (tokens,) or (1, tokens), not {tuple(ids.shape)}")
     if not passages:
         raise KVCompressError("token_spans needs a passage of the prompt")
-    decode, own = decoding(tokenizer), ids.tolist()
+    decode, own = Decoder(tokenizer), ids.tolist()
     spans = [_span(decode, own, passage, "the prompt") for passage in passages]
     return "+".join(f"tokens:{start}-{stop}" for start, stop in spans)
 
 
-def decoding(tokenizer: "PreTrainedTokenizerBase | ProcessorMixin | None") -> Decode:
-    """Return a function that decodes token ids to all of their text.
+class Decoder:
+    """Decodes token ids to all of their text. Copies share the tokenizer, which is large; a pickle has none."""
 
-    It raises KVCompressError if there is no tokenizer. As a function, it is shared by copies of what holds it."""
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase | ProcessorMixin | None"):
+        self._tokenizer = tokenizer
 
-    def decode(ids: list[int]) -> str:
-        if not hasattr(tokenizer, "decode"):
-            raise KVCompressError(
-                f"protect_text= needs tokenizer=, the model's tokenizer or processor, not a {type(tokenizer).__name__}"
-            )
-        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    def __deepcopy__(self, memo: dict[int, object]) -> "Decoder":
+        return self
 
-    return decode
+    def __reduce__(self) -> tuple:
+        return Decoder, (None,)
 
-
-NO_TOKENIZER = decoding(None)
+    def __call__(self, ids: list[int]) -> str:
+        """Raises KVCompressError if there is no tokenizer."""
+        if not hasattr(self._tokenizer, "decode"):
+            kind = type(self._tokenizer).__name__
+            raise KVCompressError(f"protect_text= needs tokenizer=, the model's tokenizer or processor, not a {kind}")
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def parse_passages(setting: str) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ def as_setting(value: object) -> object:
 
 
 def passage_mask(
-    decode: Decode, passages: tuple[str, ...], ids: torch.Tensor | None, lengths: list[int]
+    decode: Decoder, passages: tuple[str, ...], ids: torch.Tensor | None, lengths: list[int]
 ) -> torch.Tensor:
     """Return bool (batch, columns), True at the tokens of all passages in each row.
 
@@ -112,7 +112,7 @@ def passage_mask(
     return mask
 
 
-def _span(decode: Decode, ids: list[int], passage: str, prompt: str) -> tuple[int, int]:
+def _span(decode: Decoder, ids: list[int], passage: str, prompt: str) -> tuple[int, int]:
     """Find the shortest tokens whose text has the passage; whether more tokens have it only ever changes once."""
     text = decode(ids)
     times = text.count(passage) if passage else 0

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -112,12 +113,13 @@ def test_a_later_prompt_may_lack_the_passage():
                 assert all(places <= set(head) for head in kept(cache).flatten(0, 1).tolist())
 
 
-def test_caches_copied_and_loaded_go_on_and_are_reused_only_under_the_same_passage(tmp_path):
+def test_caches_copied_loaded_and_pickled_go_on_and_are_reused_only_under_the_same_passage(tmp_path):
     inputs = prompts(30)
     with torch.no_grad(), compress(**TEXT, decode_ratio=0.3, decode_interval=1) as session:
         cache = MODEL(**inputs).past_key_values
         cache.save(tmp_path / "cache")
-        caches = [cache, kvcompress.CompressedCache.load(tmp_path / "cache", MODEL), copy.deepcopy(cache)]
+        loaded, pickled = kvcompress.CompressedCache.load(tmp_path / "cache", MODEL), pickle.loads(pickle.dumps(cache))
+        caches = [cache, loaded, copy.deepcopy(cache), pickled]
         for each in caches:
             with session.reuse(each):
                 for token in range(5):
