@@ -109,7 +109,7 @@ def checked(cls: type, name: str, value: Any) -> Any:
     try:
         return adapter.validate_python(plain_number(value, kind))
     except ValidationError as error:
-        raise ValueError(error.errors()[0]["msg"]) from None
+        raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
 
 
 def validated(cls: type[Validated], what: str, values: dict[str, Any]) -> Validated:

@@ -34,6 +34,7 @@ from tests.support.calibrations import calibration_of
 from tests.support.fair import checked_choices
 from tests.support.families import FAMILIES
 from tests.support.in_flight import check_in_flight
+from tests.support.passages import PASSAGE, OneLetterPerToken, passage_of, with_passage
 from tests.support.strategies import METHODS, OPTIONS
 
 NEW = 6
@@ -82,6 +83,10 @@ def draw(seed: int, index: int) -> dict[str, Any]:
             if "decode_interval" in options:
                 options.pop("decode_budget", None)
                 options["decode_ratio"] = rng.uniform(options["ratio"], 1)
+            if rng.random() < 0.4:
+                options |= {"protect_text": PASSAGE}
+                if rng.random() < 0.5:
+                    del options["protect"]
         if rng.random() < 0.2:
             parts = [f"first:{rng.randint(1, 6)}", f"tokens:{rng.randint(6, 8)}-{rng.randint(9, 15)}", "last:3"]
             options |= {"fair": "+".join(rng.sample(parts, rng.choice([1, 2, 3])))}
@@ -108,7 +113,7 @@ def scored_by(config: dict[str, Any]) -> str:
 
 
 def answer(model: torch.nn.Module, inputs: dict, config: dict, forced=None) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    options = config["options"] | calibration_of(scored_by(config), model)
+    options = config["options"] | calibration_of(scored_by(config), model) | {"tokenizer": OneLetterPerToken()}
     fair = checked_choices() if "fair" in options else contextlib.nullcontext()
     with fair, kvcompress.compress(model, config["method"], max_new_tokens=NEW + 1, **options) as session:
         history = History(session)
@@ -118,12 +123,16 @@ def answer(model: torch.nn.Module, inputs: dict, config: dict, forced=None) -> t
 
 
 def check_protected(config: dict[str, Any], model: torch.nn.Module, inputs: dict, history: dict) -> None:
-    """What `protect=` names is in every kept set, and with `prompt` nothing that was kept of the prompt leaves it."""
-    if (setting := config["options"].get("protect")) is None:
+    """What `protect=` and `protect_text=` name is in every kept set, and with `prompt` nothing that was kept of the
+    prompt leaves it."""
+    setting, has_text = config["options"].get("protect"), "protect_text" in config["options"]
+    if setting is None and not has_text:
         return
-    spans, columns = Spans.parse(setting), inputs["input_ids"].shape[1]
+    spans, columns = Spans(()) if setting is None else Spans.parse(setting), inputs["input_ids"].shape[1]
     vision = vision_token_mask(model.config, inputs["input_ids"])
     mask = spans.mask(inputs["attention_mask"].sum(1).tolist(), vision, columns, True)
+    if has_text:
+        mask |= passage_of(inputs)
     first = history[min(history)]
     for layers in history.values():
         for layer, layer_at_first in zip(layers, first, strict=True):
@@ -141,6 +150,8 @@ def check(config: dict[str, Any]) -> None:
     family = FAMILIES[config["family"]]
     model = family.build(3, *config["heads"])
     inputs = family.inputs(model, config["lengths"], config["images"], config["seed"])
+    if "protect_text" in config["options"]:
+        inputs = with_passage(inputs)
     tokens, logits, history = answer(model, inputs, config)
     columns = inputs["input_ids"].shape[1]
     check_protected(config, model, inputs, history)
@@ -176,7 +187,7 @@ def check(config: dict[str, Any]) -> None:
         requests = [family.solo(inputs, row) for row in range(len(config["lengths"]))]
         new = [NEW - 2 * row for row in range(len(requests))]
         how = (config["slots"], TOLERANCE, config.get("prefill_tokens"))
-        check_in_flight(model, requests, new, config["method"], *how, **options)
+        check_in_flight(model, requests, new, config["method"], *how, tokenizer=OneLetterPerToken(), **options)
 
 
 def outcome(config: dict[str, Any]) -> dict[str, str]:

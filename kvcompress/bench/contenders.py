@@ -83,6 +83,8 @@ class MethodSpec:
         policy = make_policy(name, ratio, **options)
         if policy.tokens is not None:
             raise KVCompressError(f"method {name!r} drops vision tokens, and the bench's prompts have none")
+        if policy.passages:
+            raise KVCompressError("protect_text= needs a tokenizer, which evaluations and kvcompress.compress pass on")
         published = method_info(policy.method).presets.get(options.pop("preset", None), {})
         named = [key for key in {**published, **options} if key not in ("ratio", "budget")]
         return cls(policy.method, ratio, {key: policy.options[key] for key in named})

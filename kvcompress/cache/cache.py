@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig, cache_utils
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..clusters.calibrated import check_calibrated_for
@@ -20,6 +20,7 @@ from ..errors import KVCompressError
 from ..hooks.model import unwrapped, writing_part
 from ..hooks.model_identity import ModelReference
 from ..policy.make import make_policy
+from ..policy.passages import Decoder
 from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
 from ..scoring.vision import vision_token_ids
@@ -74,6 +75,7 @@ class CompressedCache(DynamicCache):
         ratio: fraction of the prompt's entries to keep, see `Budget`; not needed for `full`.
         budget: number of entries to keep, instead of `ratio`.
         max_new_tokens: new tokens to allocate room for in advance; by default, full buffers grow by an eighth.
+        tokenizer: the model's tokenizer or processor, which `protect_text=` needs; it is not saved.
         options: the method's options and the engine's, see `kvcompress.policy.Engine`.
     """
 
@@ -84,6 +86,7 @@ class CompressedCache(DynamicCache):
         ratio: float | None = None,
         budget: int | None = None,
         max_new_tokens: int | None = None,
+        tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         **options: object,
     ):
         self.policy = make_policy(method, ratio, budget, **options)
@@ -94,7 +97,7 @@ class CompressedCache(DynamicCache):
                 f"ratio_of='vision': a {config.model_type} model has no image or video tokens to evict"
             )
         super().__init__(config=config)
-        self.config = config
+        self.config, self._decode = config, Decoder(tokenizer)
         self.announced: NewTokens | None = None  # tokens of the latest prefill
         self._stage: str | None = None  # of the current forward pass: "announced", then "begun"
         self.is_prompt = False  # whether the latest forward pass is a prompt
@@ -178,7 +181,7 @@ class CompressedCache(DynamicCache):
             log, seen = memory.log, memory.seen
             check_past(attention_mask, columns, seen, [length + seen - log.columns for length in log.lengths])
         tokens = NewTokens.of(
-            self.config, self.policy, is_first, batch, columns, input_ids, attention_mask, video_grid_thw
+            self.config, self.policy, is_first, batch, columns, input_ids, attention_mask, video_grid_thw, self._decode
         )
         if self.policy.engine.prefill_chunk is not None or self._hides:
             tokens = tokens.following(memory.log.vision, memory.seen)

@@ -31,7 +31,7 @@ class SequenceLog:
         vision: `NewTokens.seen_vision` so far, for a prompt in chunks or if decode steps hide entries; all layers refer
             to one tensor.
         has_vision: whether any row has a vision token.
-        protected: the tokens that `protect=` keeps from evictions after the prompt; None without it.
+        protected: what `protect=` and `protect_text=` keep from evictions after the prompt; None without them.
         prompt_entries: how many entries of its prompts this layer holds in each row, as a mean over KV heads, rounded
             up; None until asked for.
     """

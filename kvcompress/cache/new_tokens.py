@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from ..device import fetched, on_device
 from ..errors import KVCompressError
 from ..policy.options import Engine
+from ..policy.passages import Decoder
 from ..policy.policy import Policy
 from ..scoring.vision import frame_tokens, vision_token_mask
 from ..scoring.windows import pad_columns
@@ -31,10 +32,10 @@ class NewTokens:
         frame_tokens: vision tokens per frame of each row, 0 if unknown, see `scoring.vision.frame_tokens`.
         source: if tokens were dropped before a layer, LongTensor (batch, left), the columns that reach the layer, -1
             where a row has fewer (`padding` then counts those).
-        protected: bool (batch, columns), True at the tokens that `protect=` keeps from the choice among the prompt's
-            entries; None without it.
+        protected: bool (batch, columns), True at the tokens that `protect=` and `protect_text=` keep from the choice
+            among the prompt's entries; None without them.
         protected_lengths: how many of each row's context; empty without it.
-        lasting: what `protect=` keeps from later evictions; None without it.
+        lasting: what they keep from later evictions; None without them.
         groups: LongTensor (batch, columns), the group of each token that `fair=` names; None without it, and in later
             prompts.
         seen_vision: for a prompt in chunks, `vision` for all columns so far, these included: bool (batch, seen); None
@@ -115,6 +116,7 @@ class NewTokens:
         input_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
         video_grid_thw: torch.Tensor | None = None,
+        decode: Decoder | None = None,
     ) -> "NewTokens":
         """Create the facts from the model's inputs. Waits for the device once per prompt.
 
@@ -123,6 +125,7 @@ class NewTokens:
             input_ids: (batch, columns), or None.
             attention_mask: the 2-D padding mask (batch, at least columns), or None.
             video_grid_thw: frames, height and width in patches of the videos, (videos, 3), or None.
+            decode: decodes token ids; only `protect_text=` needs it.
         """
         engine, mask = policy.engine, _padding_mask(attention_mask, columns)
         ids, real, grid = fetched(input_ids, mask, video_grid_thw)
@@ -144,7 +147,7 @@ class NewTokens:
         context = _context_lengths(engine, is_first, lengths, vision)
         given = (each.device for each in (input_ids, attention_mask) if isinstance(each, torch.Tensor))
         place = next(given, torch.device("cpu"))
-        protected = protected_tokens(policy, lengths, context, vision, columns, is_first, place)
+        protected = protected_tokens(policy, ids, decode, lengths, context, vision, columns, is_first, place)
         groups = None
         if policy.fair is not None and is_first:
             groups = on_device(policy.fair.groups(lengths, columns), place)

@@ -1,4 +1,4 @@
-"""What `protect=` keeps from the evictions that follow a prompt."""
+"""What `protect=` and `protect_text=` keep from the evictions that follow a prompt."""
 
 from dataclasses import dataclass, replace
 
@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from ..device import on_device
-from ..errors import KVCompressError
+from ..errors import KVCompressError, shown
+from ..policy.passages import Decoder, passage_mask
 from ..policy.policy import Policy
 
 
@@ -66,6 +67,8 @@ class Protected:
 
 def protected_tokens(
     policy: Policy,
+    ids: torch.Tensor | None,
+    decode: Decoder | None,
     lengths: list[int],
     context: list[int],
     vision: torch.Tensor | None,
@@ -73,17 +76,21 @@ def protected_tokens(
     is_first: bool,
     device: torch.device,
 ) -> dict[str, object]:
-    """Return the fields of `NewTokens` about what `protect=` protects in a prompt; none without the option.
+    """Return the fields of `NewTokens` about what is protected in a prompt; none without `protect=` and
+    `protect_text=`.
 
-    Takes fields of `NewTokens`, with `vision` on the host. The masks are on `device`.
+    Takes fields of `NewTokens`, with `ids` and `vision` on the host. The masks are on `device`.
 
     Raises:
-        KVCompressError: for what `Spans.mask` refuses, and if a budget has no room for what is protected.
+        KVCompressError: for what `Spans.mask` and `passage_mask` refuse, and if a budget has no room for what is
+            protected.
     """
     spans = policy.protect
     if spans is None:
         return {}
     mask = spans.mask(lengths, vision, columns, is_first)
+    if is_first and policy.passages:
+        mask |= passage_mask(decode, policy.passages, ids, lengths)
     begins = columns - torch.tensor(lengths)[:, None]
     ends = begins + torch.tensor(context)[:, None]
     places = torch.arange(columns)
@@ -109,6 +116,6 @@ def protected_tokens(
 
 def _check(policy: Policy, row: int, needed: int, room: int, what: str) -> None:
     if needed > room:
-        raise KVCompressError(
-            f"protect={policy.engine.protect!r} needs {needed} entries in row {row}, but {what}: give a larger one"
-        )
+        given = {name: getattr(policy.engine, name) for name in ("protect", "protect_text")}
+        named = " with ".join(f"{name}={shown(value)}" for name, value in given.items() if value is not None)
+        raise KVCompressError(f"{named} needs {needed} entries in row {row}, but {what}: give a larger one")

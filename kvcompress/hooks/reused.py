@@ -25,7 +25,7 @@ def check_reused(cache: object, model: PreTrainedModel, new_cache: dict[str, Any
         raise KVCompressError("the CompressedCache was filled by another model than this session's")
     if new_cache is None:
         return
-    given = {name: value for name, value in new_cache.items() if name != "max_new_tokens"}
+    given = {name: value for name, value in new_cache.items() if name not in ("max_new_tokens", "tokenizer")}
     if differing := differences(in_force(cache.policy), in_force(make_policy(**given))):
         raise KVCompressError(
             f"the CompressedCache was compressed in another way than this session's: {differing}; "

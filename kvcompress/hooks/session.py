@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import ModelOutput
 
 from ..cache.cache import CompressedCache, check_room
@@ -24,6 +24,7 @@ from ..inflight.loop import InFlight, Limits
 from ..inflight.request import Request
 from ..inflight.under_way import Writer
 from ..policy.make import make_policy
+from ..policy.passages import Decoder
 from .answer_first import answer_first, check_answers
 from .attention import PREFIX, connected, register_attention
 from .chunked_prefill import feed_in_chunks
@@ -49,6 +50,7 @@ def compress(
     budget: int | None = None,
     max_new_tokens: int | None = None,
     prefix_cache: PrefixCache | None = None,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     **options: object,
 ) -> "Session":
     """Compress the KV cache of everything that `model` generates inside the returned context.
@@ -66,6 +68,7 @@ def compress(
         budget: entries kept per layer and KV head, instead of `ratio`.
         max_new_tokens: new tokens to allocate room for in advance; see `CompressedCache`.
         prefix_cache: lets prompts with a common prefix share its prefill.
+        tokenizer: the model's tokenizer or processor, which `protect_text=` needs.
         options: the method's own options and the engine's, see `kvcompress.policy.Engine`.
 
     Raises:
@@ -73,6 +76,8 @@ def compress(
     """
     policy = make_policy(method, ratio, budget, **options)
     check_room(policy, max_new_tokens)
+    if policy.passages:
+        Decoder(tokenizer)([])  # raises at once without a tokenizer
     inner = unwrapped(model)
     config = attention_config(inner)
     check_heads(inner, config, policy)
@@ -80,13 +85,8 @@ def compress(
     check_answers(writing_part(inner), policy)
     if policy.watches_rotary:
         rotary_embeddings(text_decoder(inner))
-    new_cache = {
-        "method": method,
-        "ratio": ratio,
-        "budget": budget,
-        "max_new_tokens": max_new_tokens,
-        **options,
-    }
+    new_cache = {"method": method, "ratio": ratio, "budget": budget, **options}
+    new_cache |= {"max_new_tokens": max_new_tokens, "tokenizer": tokenizer}
     if options.get("calibration") is not None:
         CompressedCache(writing_part(inner).config, **new_cache)  # raises at once if the file is another model's
     tokens = policy.tokens

@@ -185,6 +185,7 @@ CONFLICTS = (
     Conflict(PAGES, "scope", "a request does not say where its question begins"),
     Conflict(PAGES, "ratio_of", "requests are text"),
     Conflict(PAGES, "protect", "pages are planned without a prompt's protected tokens"),
+    Conflict(PAGES, "protect_text", "pages are planned without a prompt's protected tokens"),
     Conflict(PAGES, "fair", "pages are planned without a prompt's spans"),
     Conflict(PAGES, "first_token", "the scheduler feeds no token twice"),
     Conflict(PAGES, "prefill_chunk", "the scheduler chooses the chunks"),

@@ -77,7 +77,7 @@ def make_policy(
         raise KVCompressError("give either decode_budget= or decode_ratio=, not both")
     _check_parts(policy, info, scored_by)
     if policy.protect is not None and engine.ratio_of == "vision":
-        raise KVCompressError("ratio_of='vision' evicts no text, so protect= needs ratio_of='prompt'")
+        raise KVCompressError("ratio_of='vision' evicts no text, so protect= and protect_text= need ratio_of='prompt'")
     if policy.fair is not None:
         check_conflicts(policy, FAIR)
     if engine.context_tokens is not None and engine.scope != "context":

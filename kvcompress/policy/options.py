@@ -3,11 +3,12 @@
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from ..kernels.quantization import Quantizer
 from ..methods import MethodInfo, method_info
 from ..tokens.base import TokenMethod
+from .passages import as_setting
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
@@ -42,6 +43,8 @@ class Engine:
             tokens; only these are evicted, text is kept.
         protect: tokens of the prompt that stay, inside the budget: `prompt`, `system`, `question`, `text`, `first:N`,
             `last:N`, `tokens:A-B`, joined by `+` (policy/spans.py). None: none but those that the method itself keeps.
+        protect_text: text whose tokens stay, too: characters that each row of the first prompt has exactly once, or a
+            list of them (on a command line, in JSON). It is found with `tokenizer=`. None: no text.
         fair: spans of the first prompt (`first:N`, `last:N`, `tokens:A-B`, joined by `+`). Of what may be evicted, each
             span and all other tokens together keep the same share when the prompt is compressed. None: no spans.
         first_token: `full`: the answer's first token comes from the prefill, which attends to everything (as in all
@@ -76,6 +79,7 @@ class Engine:
     context_tokens: int | None = None
     ratio_of: Literal["prompt", "vision"] = "prompt"
     protect: str | None = None
+    protect_text: Annotated[str | None, BeforeValidator(as_setting)] = None
     fair: str | None = None
     first_token: Literal["full", "compressed"] = "full"
     prefill_chunk: PositiveInt | None = None

@@ -10,6 +10,7 @@ from ..methods import Method, method_info
 from ..scoring.budget import Budget
 from ..tokens.base import TokenMethod
 from .options import PRESCRIBED, Engine, all_options
+from .passages import parse_passages
 from .spans import Spans
 
 
@@ -42,8 +43,15 @@ class Policy:
 
     @property
     def protect(self) -> Spans | None:
-        """The prompt's tokens that must stay."""
-        return None if self.engine.protect is None else Spans.parse(self.engine.protect)
+        """The prompt's tokens that must stay; with `passages` alone, no others."""
+        if self.engine.protect is None:
+            return Spans(()) if self.passages else None
+        return Spans.parse(self.engine.protect)
+
+    @property
+    def passages(self) -> tuple[str, ...]:
+        """Text of the first prompt that must stay."""
+        return () if self.engine.protect_text is None else parse_passages(self.engine.protect_text)
 
     @property
     def fair(self) -> Spans | None:

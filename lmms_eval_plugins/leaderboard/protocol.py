@@ -20,6 +20,7 @@ FOR_COMPRESSED = (
     "ratio_of",
     "context_tokens",
     "protect",
+    "protect_text",
     "fair",
     "positions",
     "decode_budget",

@@ -82,7 +82,7 @@ class Answering:
     """Answers batches with one model under the current compression.
 
     Attributes:
-        tokenizer: decodes the answers; no other thread may use it meanwhile.
+        tokenizer: decodes the answers, and prompts for `protect_text=`; no other thread may use it meanwhile.
         batches: stores each batch's vision features and prefill if another cell may follow.
         is_warm: whether the current cell has had its warm-up.
         has_cells: whether another cell may follow.
@@ -207,7 +207,9 @@ class Answering:
         with (
             tower,
             prompt,
-            kvcompress.compress(self.model, max_new_tokens=room, prefix_cache=prefixes, **of_cache) as session,
+            kvcompress.compress(
+                self.model, max_new_tokens=room, prefix_cache=prefixes, tokenizer=self.tokenizer, **of_cache
+            ) as session,
         ):
             tokens, measured = kvcompress.measure.generate(self.model, session, dict(inputs), **kwargs)
             kept = KeptSets.of(session.cache) if record_kept else None

@@ -100,7 +100,11 @@ class Flight:
         with (
             self._tower,
             kvcompress.compress(
-                self._model, max_new_tokens=room, prefix_cache=self._prefixes, **of.of_cache
+                self._model,
+                max_new_tokens=room,
+                prefix_cache=self._prefixes,
+                tokenizer=self._answering.tokenizer,
+                **of.of_cache,
             ) as session,
             closing(self._requests(chain([first], waiting))) as requests,
         ):

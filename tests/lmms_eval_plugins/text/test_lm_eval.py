@@ -93,6 +93,13 @@ def finished(tasks, checkpoint, tmp_path_factory):
     return folder
 
 
+def test_the_passage_is_found_in_prompts_of_text_and_its_absence_is_one_line(tasks, checkpoint, tmp_path, capsys):
+    assert run(tasks, checkpoint, tmp_path, "protect_text=Question: test", "decode_ratio=0.5")[0] == 0
+    capsys.readouterr()
+    assert run(tasks, checkpoint, tmp_path, "protect_text=Question: train", methods="snapkv")[0] == 2
+    assert "has 'Question: train' 2 times, not once" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
 def hf(tasks, checkpoint, **given):
     """Prompt and answer of each question, from lm-eval's own model."""
     from lm_eval.evaluator import simple_evaluate
