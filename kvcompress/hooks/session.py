@@ -341,8 +341,8 @@ class Session:
         alone. If a request fails, its `Answer` holds the error.
 
         Args:
-            requests: model inputs with a batch of one, or `Request`s, which may have their own options and seed. Each
-                is fetched when a slot is free.
+            requests: model inputs with a batch of one, or `Request`s, with options of their own. Each is fetched when
+                a slot is free; an iterator that had none is asked again while requests run, so it may be a queue.
             slots: the most sequences that decode together.
             kv_gb: gigabytes (2**30 bytes) for all slots, which sets their number; `slots` is then an upper limit.
             static: whether every decode step has the same shapes and is one graph, which is compiled where `generate`
