@@ -20,7 +20,7 @@ from ..cache.cache import CompressedCache, check_room
 from ..clusters.learned import check_learned_for
 from ..errors import KVCompressError
 from ..inflight.cache import SlotCache
-from ..inflight.loop import InFlight, Limits
+from ..inflight.loop import InFlight, Limits, check_storage
 from ..inflight.request import Request
 from ..inflight.under_way import Writer
 from ..policy.make import make_policy
@@ -359,10 +359,7 @@ class Session:
         if self._new_cache is None:
             raise KVCompressError("attach(...) compresses nothing by itself: requests in flight need compress(...)")
         kind = self._new_cache.get("cache_implementation", "dynamic")
-        if kind not in ("dynamic", "static"):
-            raise KVCompressError(
-                f"requests in flight do not go with cache_implementation={kind!r}; dynamic and static do"
-            )
+        check_storage(kind)
         # A prompt is compressed in its own cache, without room for new tokens, and then moves into its slot.
         new_cache = {**self._new_cache, "cache_implementation": "dynamic", "max_new_tokens": 0}
         if self._new_cache["max_new_tokens"] is not None:
