@@ -102,7 +102,8 @@ def load(flags: argparse.Namespace, options: dict[str, str]) -> "Server":
     if model.generation_config.eos_token_id is None:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
     prefixes = None if flags.prefix_gb is None else PrefixCache(gb=flags.prefix_gb)
-    session = partial(compress, model, flags.method, flags.ratio, prefix_cache=prefixes, **options)
+    engine = {"max_new_tokens": flags.max_tokens, "prefix_cache": prefixes}
+    session = partial(compress, model, flags.method, flags.ratio, **engine, **options)
     settings = {"slots": flags.slots, "kv_gb": flags.kv_gb, "prefill_tokens": flags.prefill_tokens}
     prompts = Prompts(model, processor, flags.max_tokens)
     # What models cannot do in flight is found with the first prompt.

@@ -102,7 +102,8 @@ class Worker:
     @property
     def kv_bytes(self) -> int:
         """Bytes of all slots."""
-        return 0 if self._run is None else self._run.kv_bytes
+        run = self._run
+        return 0 if run is None else run.kv_bytes
 
     def _work(self) -> None:
         try:

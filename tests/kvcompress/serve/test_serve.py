@@ -23,6 +23,7 @@ from lmms_eval_plugins.tiny_vlm.dataset import HEADLINE, read_examples
 from tests.support.serving import loaded, served, until
 
 CHAT = "/v1/chat/completions"
+SNAPKV = {"method": "snapkv", "ratio": 0.2, "window_size": 8}
 HELLO = [{"role": "user", "content": "what is written on the red sign"}]
 
 
@@ -98,14 +99,14 @@ def question(index: int) -> tuple[list[dict], list[dict]]:
     return [{"role": "user", "content": asked}], [{"role": "user", "content": shown}]
 
 
-def generated(server, conversation, max_new_tokens=16, **options) -> tuple[list[int], int, int]:
+def generated(server, conversation, max_new_tokens=16, method=SNAPKV, **options) -> tuple[list[int], int, int]:
     """Return the tokens that `generate` gives under the server's method, the tokens of the prompt, and the entries
     that it keeps."""
     inputs = server.prompts.processor.apply_chat_template(
         conversation, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
     length, model = inputs["input_ids"].shape[1], own_model()
-    with kvcompress.compress(model, "snapkv", 0.2, window_size=8) as session:
+    with kvcompress.compress(model, max_new_tokens=max_new_tokens + 1, **method) as session:
         output = model.generate(**inputs, **{"do_sample": False, "max_new_tokens": max_new_tokens, **options})
         kept = np.mean([ratios[0] * length for ratios in session.cache.realised_ratios()])
     return output[0, length:].tolist(), length, round(kept)
@@ -142,6 +143,29 @@ def test_an_answer_is_that_of_generate_and_says_what_was_kept(server, client, in
         "kept_entries": kept,
     }
     assert 0 < kept < 0.3 * length
+
+
+@pytest.mark.parametrize(
+    ("method", "flags"),
+    [
+        ({"method": "adakv", "ratio": 0.3, "decode_budget": 40}, ["--kv-gb", "0.1", "--prefill-tokens", "64"]),
+        ({"method": "kvzip", "ratio": 0.5}, ["--prefix-gb", "0.1"]),
+        ({"method": "fastv", "ratio": 0.5}, []),
+        ({"method": "streamingllm", "ratio": 0.1, "cache_implementation": "static"}, ["--slots", "2"]),
+        ({"method": "full", "ratio": 1.0}, ["--prefix-gb", "0.1", "--prefill-tokens", "64"]),
+    ],
+)
+def test_other_methods_and_flags_answer_as_alone(method, flags):
+    name, ratio, *options = method.values()
+    words = [f"{option}={value}" for option, value in zip([*method][2:], options, strict=True)]
+    server = loaded(*flags, method=(name, str(ratio), *words))
+    with served(server) as client, ThreadPoolExecutor() as pool:
+        asked = {index: body(question(index)[0], return_token_ids=True) for index in range(4)}
+        answers = {index: pool.submit(client.post, CHAT, json=each) for index, each in asked.items()}
+    for index, answer in answers.items():
+        found = answer.result().json()
+        tokens, _, kept = generated(server, question(index)[1], method=method)
+        assert (found["choices"][0]["token_ids"], found["usage"]["kept_entries"]) == (tokens, kept)
 
 
 def test_openais_client_streams_the_same_text(server, client):
