@@ -25,6 +25,7 @@ OWN = {  # a module with `main(arguments)`
     "calibrate": "kvcompress.calibration.command",
     "check": "kvcompress.check.command",
     "list": "kvcompress.list_command",
+    "serve": "kvcompress.serve.command",
     "speech": "kvcompress.speech.command",
     "train": "kvcompress.train.command",
 }

@@ -62,6 +62,7 @@ COMMANDS = {
         ["kvzap", "org/model", "--text", "x", "--out", "x"],
         "kvcompress.train.run.Run",
     ),
+    "serve": ("kvcompress.serve.command", "parser", ["org/model", "snapkv", "0.2"], "kvcompress.serve.command.load"),
     "speech": ("kvcompress.speech.command", "parser", ["org/model", "snapkv", "0.2"], "kvcompress.speech.run.cold"),
 }
 FREE = {"words", "overrides", "options", "question"}  # text, or `key=value`, tried below by what the keys are
@@ -115,10 +116,15 @@ def command(name, monkeypatch):
     module = importlib.import_module(module)
 
     monkeypatch.setattr(work, started)
-    first = {"bench": ["bench"], "speech": ["speech"], "train": ["train"], "run_sweep": ["run"]}.get(name, [])
-    main = {"run_eval": evaluate.main, "bench": core_main, "speech": core_main, "train": core_main}.get(
-        name
-    ) or module.main
+    first = {
+        "bench": ["bench"],
+        "speech": ["speech"],
+        "train": ["train"],
+        "serve": ["serve"],
+        "run_sweep": ["run"],
+    }.get(name, [])
+    own = dict.fromkeys(("bench", "speech", "train", "serve"), core_main)
+    main = {"run_eval": evaluate.main, **own}.get(name) or module.main
     return getattr(module, parser)(), words, lambda argv: main([*first, *argv])
 
 

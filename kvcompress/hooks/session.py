@@ -20,7 +20,7 @@ from ..cache.cache import CompressedCache, check_room
 from ..clusters.learned import check_learned_for
 from ..errors import KVCompressError
 from ..inflight.cache import SlotCache
-from ..inflight.loop import InFlight, Limits
+from ..inflight.loop import InFlight, Limits, check_storage
 from ..inflight.request import Request
 from ..inflight.under_way import Writer
 from ..policy.make import make_policy
@@ -341,8 +341,8 @@ class Session:
         alone. If a request fails, its `Answer` holds the error.
 
         Args:
-            requests: model inputs with a batch of one, or `Request`s, which may have their own options and seed. Each
-                is fetched when a slot is free.
+            requests: model inputs with a batch of one, or `Request`s, with options of their own. Each is fetched when
+                a slot is free; an iterator that had none is asked again while requests run, so it may be a queue.
             slots: the most sequences that decode together.
             kv_gb: gigabytes (2**30 bytes) for all slots, which sets their number; `slots` is then an upper limit.
             static: whether every decode step has the same shapes and is one graph, which is compiled where `generate`
@@ -359,10 +359,7 @@ class Session:
         if self._new_cache is None:
             raise KVCompressError("attach(...) compresses nothing by itself: requests in flight need compress(...)")
         kind = self._new_cache.get("cache_implementation", "dynamic")
-        if kind not in ("dynamic", "static"):
-            raise KVCompressError(
-                f"requests in flight do not go with cache_implementation={kind!r}; dynamic and static do"
-            )
+        check_storage(kind)
         # A prompt is compressed in its own cache, without room for new tokens, and then moves into its slot.
         new_cache = {**self._new_cache, "cache_implementation": "dynamic", "max_new_tokens": 0}
         if self._new_cache["max_new_tokens"] is not None:

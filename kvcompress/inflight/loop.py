@@ -22,6 +22,14 @@ from .request import Answer, Request
 from .under_way import Reading, Running, Writer
 
 
+def check_storage(cache_implementation: str) -> None:
+    """Raise KVCompressError for a storage that slots do not have."""
+    if cache_implementation not in ("dynamic", "static"):
+        raise KVCompressError(
+            f"requests in flight do not go with cache_implementation={cache_implementation!r}; dynamic and static do"
+        )
+
+
 @dataclass(frozen=True)
 class Limits:
     """How many requests decode together, and how much of a prompt is prefilled between two steps.

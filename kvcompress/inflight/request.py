@@ -1,6 +1,6 @@
 """A request, the choice of its tokens, and its answer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,11 +33,14 @@ class Request:
         options: options of `generate` that override those of all requests: `max_new_tokens`, `do_sample`,
             `temperature`, `stop_strings`, ...
         seed: seed for sampling this request; None uses torch's global generator.
+        on_tokens: called after each token with all tokens so far; if it returns True, the answer ends there and the
+            slot is free. A request that lost its slot for want of memory begins again with its first token.
     """
 
     inputs: Mapping[str, torch.Tensor]
     options: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
+    on_tokens: Callable[[list[int]], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,9 @@ class TokenChoice:
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
-        seed: int | None,
+        request: Request,
     ):
-        """Arguments are as `generate` passes them to its loop; `input_ids` are (1, columns)."""
+        """Other arguments are as `generate` passes them to its loop; `input_ids` are (1, columns)."""
         for name in ONE_SEQUENCE:
             if (getattr(config, name, None) or 1) > 1:
                 raise KVCompressError(
@@ -104,6 +107,7 @@ class TokenChoice:
         self.room = (config.max_length if longest is None else longest) - input_ids.shape[1]
         self.tokens: list[int] = []
         self.is_greedy = not self._samples and not processors
+        self._on_tokens, seed = request.on_tokens, request.seed
         self._generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
 
     def choose(self, logits: torch.Tensor) -> int:
@@ -120,6 +124,8 @@ class TokenChoice:
             new = on_device([[token]], self._ids.device)
             self._ids = torch.cat([self._ids, new], dim=1)
         is_over = token in self._ends or len(self.tokens) >= self.room
+        if self._on_tokens is not None:
+            is_over |= self._on_tokens(self.tokens)
         return bool(self._criteria and self._criteria(self._ids, None).any()) or is_over
 
 
@@ -154,7 +160,7 @@ def prepare(model: PreTrainedModel, request: Request, options: Mapping[str, Any]
     found: list[Prompt] = []
 
     def first_step(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        choice = TokenChoice(input_ids, logits_processor, stopping_criteria, generation_config, request.seed)
+        choice = TokenChoice(input_ids, logits_processor, stopping_criteria, generation_config, request)
         if len(input_ids) != 1:
             raise KVCompressError(
                 f"a request has a batch of {len(input_ids)}: pass each sequence as a request of its own"

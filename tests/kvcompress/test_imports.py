@@ -31,7 +31,7 @@ QUICK = [
     *([command, "--no-such-flag"] for command in ("bench", "calibrate", "heatmap", "leaderboard", "long-pack")),
     *(
         [command, "--no-such-flag"]
-        for command in ("metrics", "report", "reproduce", "show", "speech", "sweep", "table", "train")
+        for command in ("metrics", "report", "reproduce", "serve", "show", "speech", "sweep", "table", "train")
     ),
 ]
 

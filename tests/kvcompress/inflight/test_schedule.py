@@ -299,3 +299,54 @@ def test_a_slot_that_holds_nothing_is_given_up_for_a_prompt_that_needs_the_memor
         assert answers[1].tokens.tolist() == expected[1]
     else:  # there was nothing left to give up
         assert isinstance(answers[1].error, torch.OutOfMemoryError)
+
+
+def test_an_answer_ends_where_its_listener_says_and_the_slot_is_free_at_once():
+    model, passes = QWEN2.build(), Passes()
+    prompts = [QWEN2.inputs(model, [40], seed=seed) for seed in range(2)]
+    expected = [alone(model, prompt, 9) for prompt in prompts]
+    heard = []
+
+    def listen(tokens):
+        heard.append(list(tokens))
+        return len(tokens) == 3
+
+    requests = passes.requests(prompts, [9, 9])
+    requests[0].on_tokens = listen
+    with passes.of(model):
+        answers = run(model, requests, slots=1)
+    assert heard == [expected[0][:1], expected[0][:2], expected[0][:3]]
+    assert [answer.tokens.tolist() for answer in answers] == [expected[0][:3], expected[1]]
+    assert passes.events[: passes.events.index((1,))] == [40, (0,), "step", (0,), "step", (0,), 40]
+
+
+def test_a_listener_that_raises_ends_its_request_alone():
+    model = QWEN2.build()
+    prompts = [QWEN2.inputs(model, [40], seed=seed) for seed in range(2)]
+    requests = [Request(prompts[0], on_tokens=lambda tokens: 1 / (2 - len(tokens)) < 0), Request(prompts[1])]
+    answers = run(model, requests, max_new_tokens=6)
+    assert isinstance(answers[0].error, ZeroDivisionError)
+    assert answers[1].tokens.tolist() == alone(model, prompts[1], 6)
+
+
+def test_requests_may_be_a_queue_that_has_none_for_a_while():
+    model = QWEN2.build()
+    prompts = [QWEN2.inputs(model, [40], seed=seed) for seed in range(3)]
+    queue = prompts[:1]
+
+    class Queue:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if not queue:
+                raise StopIteration
+            return queue.pop(0)
+
+    with kvcompress.compress(model, "snapkv", 0.3) as session:
+        steps = session.generate_many(Queue(), 2, max_new_tokens=6, do_sample=False).by_step()
+        assert [next(steps) for _ in range(2)] == [[], []]
+        queue += prompts[1:]
+        answers = [answer for done in steps for answer in done]
+    assert [answer.index for answer in answers] == [0, 1, 2]
+    assert [answer.tokens.tolist() for answer in answers] == [alone(model, prompt, 6) for prompt in prompts]

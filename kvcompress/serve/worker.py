@@ -1,0 +1,156 @@
+"""`Worker`: the thread that owns the model and answers jobs in flight."""
+
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..inflight import Answer, InFlight, Request
+
+
+@dataclass(eq=False)
+class Job:
+    """A request to the worker, which calls both functions in its own thread.
+
+    Attributes:
+        inputs: model inputs of one prompt.
+        options: options of `generate`.
+        seed: as in `Request`.
+        on_tokens: as in `Request`.
+        on_end: called once with the answer; with None if the job was cancelled before it had a slot, or if the worker
+            has ended.
+        is_cancelled: whether nobody waits for the answer any more.
+    """
+
+    inputs: Mapping[str, torch.Tensor]
+    options: dict[str, Any]
+    seed: int | None
+    on_tokens: Callable[[list[int]], bool]
+    on_end: Callable[[Answer | None], None]
+    is_cancelled: bool = False
+
+    def heard(self, tokens: list[int]) -> bool:
+        """Hand on the tokens so far; return True if the answer ends here."""
+        return self.is_cancelled or self.on_tokens(tokens)
+
+
+@dataclass
+class Worker:
+    """Answers jobs in flight. Jobs are given from any thread.
+
+    Attributes:
+        session: creates the compression, which the worker's thread enters.
+        settings: arguments of `Session.generate_many` but for the requests.
+        error: what ended the worker, None while it works.
+    """
+
+    session: Callable[[], AbstractContextManager]
+    settings: Mapping[str, Any]
+    error: BaseException | None = None
+    _waiting: deque[Job] = field(default_factory=deque)
+    _taken: dict[int, Job] = field(default_factory=dict)  # by index in the run
+    _run: InFlight | None = None
+    _is_closing: bool = False
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._work, name="kvcompress-serve", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Cancel all jobs and end the thread."""
+        with self._changed:
+            self._is_closing = True
+            jobs = [*self._waiting, *self._taken.values()]
+            self._changed.notify()
+        for job in jobs:
+            self.cancel(job)
+        self._thread.join()
+
+    def submit(self, job: Job) -> None:
+        with self._changed:
+            is_over = self._is_closing or self.error is not None
+            if not is_over:
+                self._waiting.append(job)
+                self._changed.notify()
+        if is_over:
+            job.on_end(None)
+
+    def cancel(self, job: Job) -> None:
+        """Take back a job: one that waits leaves the queue, one that runs ends with its next token."""
+        job.is_cancelled = True
+        with self._changed:
+            is_waiting = job in self._waiting
+            if is_waiting:
+                self._waiting.remove(job)
+        if is_waiting:
+            job.on_end(None)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._taken)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all slots."""
+        run = self._run
+        return 0 if run is None else run.kv_bytes
+
+    def _work(self) -> None:
+        try:
+            with self.session() as session:
+                while self._wait():
+                    self._taken.clear()
+                    self._run = session.generate_many(_Arrivals(self), **self.settings)
+                    for answer in self._run:
+                        self._taken.pop(answer.index).on_end(answer)
+                    self._run = None
+        except BaseException as error:
+            traceback.print_exc()
+            self.error = error
+        with self._changed:
+            self._is_closing = True
+            left = [*self._taken.values(), *self._waiting]
+            self._taken.clear()
+            self._waiting.clear()
+        for job in left:
+            job.on_end(None)
+
+    def _wait(self) -> bool:
+        """Wait for a job; return False to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_closing)
+            return bool(self._waiting)
+
+    def _take(self, index: int) -> Job | None:
+        """Take the job that has waited longest, as this request of the run."""
+        with self._changed:
+            if not self._waiting:
+                return None
+            job = self._taken[index] = self._waiting.popleft()
+            return job
+
+
+class _Arrivals:
+    """The requests of a run: an iterator that has none when none waits, and later some again."""
+
+    def __init__(self, worker: Worker):
+        self._worker, self._index = worker, 0
+
+    def __iter__(self) -> Iterator[Request]:
+        return self
+
+    def __next__(self) -> Request:
+        if (job := self._worker._take(self._index)) is None:
+            raise StopIteration
+        self._index += 1
+        return Request(job.inputs, job.options, job.seed, job.heard)
