@@ -132,8 +132,8 @@ MUTATIONS = {
     ),
     "second-reading-causal": Mutation(
         "scoring/rereading.py",
-        "future = column > torch.arange(",
-        "future = column >= torch.arange(",
+        "device=keys.device).triu(1)",
+        "device=keys.device).triu()",
         "a token that is read again does not see itself",
         (CORE + "hooks/test_second_reading.py",),
     ),

@@ -2,6 +2,8 @@
 
 import torch
 
+AT_ONCE = {"cpu": 1 << 18}  # logits, few enough to stay in its cache; elsewhere 1 << 26
+
 
 def received(
     queries: torch.Tensor,
@@ -11,7 +13,7 @@ def received(
     fed_pads: torch.Tensor,
     scaling: float,
     group_votes: str = "max",
-    block: int = 128,
+    block: int | None = None,
 ) -> torch.Tensor:
     """Return the largest attention that each key receives from any query that reads its chunk again.
 
@@ -25,22 +27,30 @@ def received(
         missing: bool (batch, sinks + chunk), True where a row has no such token; these receive nothing.
         fed_pads: bool (batch, fed), the same for the fed tokens.
         group_votes: "max" or "mean" over a KV head's query heads.
+        block: queries at a time; None: as many as suit the device.
 
     Returns:
         (batch, kv_heads, sinks + chunk).
     """
     batch, kv_heads, fed, _ = fed_keys.shape
-    chunk = keys.shape[2]
-    all_keys = torch.cat([keys, fed_keys], dim=2).float()
-    hidden = torch.cat([missing, fed_pads], dim=1)[:, None, None, None]
-    best = torch.zeros(batch, kv_heads, queries.shape[1] // kv_heads, chunk, device=keys.device)
-    for start in range(0, fed, block):
-        rows = slice(start, min(start + block, fed))
-        grouped = queries[:, :, rows].float().unflatten(1, (kv_heads, -1))
-        logits = grouped @ all_keys[:, :, None].transpose(3, 4) * scaling
-        column = torch.arange(chunk + fed, device=keys.device) - chunk
-        future = column > torch.arange(rows.start, rows.stop, device=keys.device)[:, None]
-        weights = logits.masked_fill(hidden | future, -torch.inf).softmax(-1)[..., :chunk]
-        weights = weights.nan_to_num(0.0).masked_fill(fed_pads[:, None, None, rows, None], 0.0)
-        best = torch.maximum(best, weights.amax(3))
+    groups, width = queries.shape[1] // kv_heads, keys.shape[2] + fed
+    rows = 1 if queries.device.type == "cpu" else batch
+    block = block or max(16, AT_ONCE.get(queries.device.type, 1 << 26) // (rows * queries.shape[1] * width))
+    best = torch.full((batch, kv_heads, groups, keys.shape[2]), -torch.inf, device=keys.device)
+    for first in range(0, batch, rows):
+        own = slice(first, first + rows)
+        columns, fed_columns = keys[own].float().mT, fed_keys[own].float().mT
+        for start in range(0, fed, block):
+            stop = min(start + block, fed)
+            asking = queries[own, :, start:stop].float().unflatten(1, (kv_heads, groups)).flatten(2, 3) * scaling
+            to_keys = (asking @ columns).masked_fill_(missing[own, None, None], -torch.inf)
+            to_fed = (asking @ fed_columns[..., :stop]).masked_fill_(fed_pads[own, None, None, :stop], -torch.inf)
+            to_fed = to_fed.unflatten(2, (groups, -1))  # (rows, kv_heads, groups, block, fed so far)
+            future = torch.ones(stop - start, stop - start, dtype=torch.bool, device=keys.device).triu(1)
+            to_fed[..., start:].masked_fill_(future, -torch.inf)
+            total = torch.logaddexp(to_keys.logsumexp(-1).unflatten(2, (groups, -1)), to_fed.logsumexp(-1))
+            total = total.masked_fill(fed_pads[own, None, None, start:stop], torch.inf)  # pads ask nothing
+            weights = to_keys.unflatten(2, (groups, -1)).sub_(total[..., None])
+            best[own] = torch.maximum(best[own], weights.amax(3))
+    best = best.exp()
     return best.amax(2) if group_votes == "max" else best.mean(2)

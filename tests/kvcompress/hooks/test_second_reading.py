@@ -99,14 +99,15 @@ def test_kvcompose_lets_layers_compete_with_what_their_heads_keep_at_each_rank(f
             assert set(kept.tolist()) == set(scores[layer, head].topk(len(kept)).indices.tolist())
 
 
-def test_a_chunk_is_scored_by_its_own_tokens_and_the_sinks_alone():
+@pytest.mark.parametrize("block", [3, None])
+def test_a_chunk_is_scored_by_its_own_tokens_and_the_sinks_alone(block):
     """The softmax runs over the sinks', the chunk's and the fed tokens' keys, not over the whole context."""
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(1, 4, 7, 8, generator=generator)
     keys, fed = torch.randn(1, 2, 7, 8, generator=generator), torch.randn(1, 2, 7, 8, generator=generator)
     # Two sinks and a chunk of five, whose last token is missing; two tokens of instruction stand before it.
     missing = torch.tensor([[False] * 6 + [True]])
-    ours = received(queries, keys, fed, missing, missing, 0.3, block=3)
+    ours = received(queries, keys, fed, missing, missing, 0.3, block=block)
     for head in range(2):
         rows = []
         for query_head in (2 * head, 2 * head + 1):
