@@ -201,6 +201,12 @@ def rows_of(tasks: list[Task], answers: dict[str, Answers], ratio: float) -> dic
     return {row.method: row for row in sorted(rows.values(), key=place)}
 
 
+def is_whole(task: Task, answers: Answers) -> bool:
+    """Return whether every method has answered or refused at RATIOS."""
+    cells = cells_of(task, list(kvcompress.list_methods()))
+    return all(cell.key in answers.refused or len(answers.of(cell, task.questions)) == task.questions for cell in cells)
+
+
 def further(tasks: list[Task], answers: dict[str, Answers]) -> dict[float, list[str]]:
     """Return the methods to ask at further ratios, by the means over all tasks at RATIOS."""
     first, last = (list(rows_of(tasks, answers, ratio).values()) for ratio in RATIOS)
@@ -289,7 +295,8 @@ def main(argv: list[str]) -> None:
             answers[name] = Answers(file, there[-1].identity)
             if is_asked:
                 compute(there[-1], cells_of(there[-1], list(kvcompress.list_methods())), answers[name])
-    if len(there) == len(TASKS) and not given.tables_only:
+    whole = len(there) == len(TASKS) and all(is_whole(task, answers[task.name]) for task in there)
+    if whole and not given.tables_only:
         for task in there:
             asked = [cell_at(task, method, ratio) for ratio, own in further(there, answers).items() for method in own]
             compute(task, asked, answers[task.name])

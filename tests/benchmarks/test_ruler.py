@@ -98,6 +98,18 @@ def test_the_best_and_the_worst_are_asked_at_more_and_the_very_good_at_less(answ
     assert "## 50% kept\n\nThe best 12 and the worst 1 at 30%." in ruler.report(1024, tasks, answers)
 
 
+def test_further_ratios_wait_for_every_method(answered, monkeypatch):
+    tasks, answers = answered
+    few = {name: info for name, info in kvcompress.list_methods().items() if name in METHODS}
+    monkeypatch.setattr(kvcompress, "list_methods", lambda: few)
+    assert ruler.is_whole(tasks[0], answers[tasks[0].name])
+    (cell, _) = cells_of(tasks[0], ["snapkv"])
+    del answers[tasks[0].name].right[cell.key]
+    assert not ruler.is_whole(tasks[0], answers[tasks[0].name])
+    answers[tasks[0].name].refuse(cell, kvcompress.KVCompressError("no room"))
+    assert ruler.is_whole(tasks[0], answers[tasks[0].name])
+
+
 def test_the_page_says_bytes_and_what_refused(answered):
     tasks, answers = answered
     (cell, _) = cells_of(tasks[0], ["kvzap"])
