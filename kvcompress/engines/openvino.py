@@ -166,27 +166,41 @@ def load(path: Path) -> tuple[Any, Any]:
     Raises KVCompressError for another file, a missing package or a version that was not tested."""
     try:
         found = parse_json(path.read_bytes())
-        is_ours = found["engine"] == ENGINE and {*found["settings"]} <= {"cache_eviction_config", "generation_config"}
-    except (OSError, ValueError, TypeError, KeyError):
-        is_ours = False
-    if not is_ours:
-        raise KVCompressError(f"{shown(str(path))} was not written by `kvcompress export --engine {ENGINE}`")
+        if found["engine"] != ENGINE:
+            raise KeyError(found["engine"])
+        eviction, generation = (
+            found["settings"].get(name, {}) for name in ("cache_eviction_config", "generation_config")
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        raise KVCompressError(f"{shown(str(path))} was not written by `kvcompress export --engine {ENGINE}`") from None
     genai = _package()
-    scheduler, generation = genai.SchedulerConfig(), genai.GenerationConfig()
-    if "cache_eviction_config" in found["settings"]:
-        config = dict(found["settings"]["cache_eviction_config"])
-        config["aggregation_mode"] = getattr(genai.AggregationMode, config["aggregation_mode"])
-        adaptive = config.pop("adaptive_rkv_config", {})  # no argument of the constructor
-        if crush := config.pop("kvcrush_config", None):
-            mode = getattr(genai.KVCrushAnchorPointMode, crush["anchor_point_mode"])
-            config["kvcrush_config"] = genai.KVCrushConfig(crush["budget"], mode)
-        eviction = genai.CacheEvictionConfig(**config)
-        for name, value in adaptive.items():
-            setattr(eviction.adaptive_rkv_config, name, value)
-        scheduler.use_cache_eviction, scheduler.cache_eviction_config = True, eviction
-    for name, value in found["settings"].get("generation_config", {}).items():
-        setattr(generation, name, value)
-    return scheduler, generation
+    scheduler, generating = genai.SchedulerConfig(), genai.GenerationConfig()
+    try:
+        if eviction:
+            scheduler.use_cache_eviction, scheduler.cache_eviction_config = (
+                True,
+                _eviction_config(genai, dict(eviction)),
+            )
+        for name, value in generation.items():
+            setattr(generating, name, value)
+    except (AttributeError, KeyError, TypeError, RuntimeError) as error:
+        raise KVCompressError(
+            f"{shown(str(path))}: OpenVINO GenAI refuses it: {' '.join(str(error).split())}"
+        ) from None
+    return scheduler, generating
+
+
+def _eviction_config(genai: Any, config: dict[str, Any]) -> Any:
+    """Make a `CacheEvictionConfig`."""
+    config["aggregation_mode"] = getattr(genai.AggregationMode, config["aggregation_mode"])
+    adaptive = config.pop("adaptive_rkv_config", {})  # no argument of the constructor
+    if crush := config.pop("kvcrush_config", None):
+        mode = getattr(genai.KVCrushAnchorPointMode, crush["anchor_point_mode"])
+        config["kvcrush_config"] = genai.KVCrushConfig(crush["budget"], mode)
+    made = genai.CacheEvictionConfig(**config)
+    for name, value in adaptive.items():
+        setattr(made.adaptive_rkv_config, name, value)
+    return made
 
 
 def _package() -> Any:

@@ -120,6 +120,20 @@ def test_the_command_writes_what_openvino_is_given(tmp_path, capsys, monkeypatch
         openvino.load(file)
 
 
+def test_a_file_that_was_changed_by_hand_is_refused_in_one_line(tmp_path, monkeypatch):
+    changed = {"engine": "openvino", "settings": {"cache_eviction_config": {"aggregation_mode": "MEAN"}}}
+    (tmp_path / "x.json").write_text(json.dumps(changed))
+    package = SimpleNamespace(
+        __version__="2026.4.1.0",
+        SchedulerConfig=SimpleNamespace,
+        GenerationConfig=SimpleNamespace,
+        AggregationMode=SimpleNamespace(SUM="sum"),
+    )
+    monkeypatch.setitem(sys.modules, "openvino_genai", package)
+    with pytest.raises(KVCompressError, match=r"x\.json': OpenVINO GenAI refuses it: .* no attribute 'MEAN'$"):
+        openvino.load(tmp_path / "x.json")
+
+
 @pytest.mark.parametrize("content", [None, "[]", "{}", '{"engine": "openvino"}', '{"engine": "vllm", "settings": {}}'])
 def test_another_file_is_refused_before_openvino_is_imported(tmp_path, content, monkeypatch):
     monkeypatch.setitem(sys.modules, "openvino_genai", None)
