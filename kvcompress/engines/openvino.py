@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import KVCompressError, shown
 from ..files import parse_json
 from ..policy.policy import Policy
+from ..scoring.budget import effivlm_window
 from .settings import Settings, check_carried, listed
 
 ENGINE, NAME = "openvino", "OpenVINO GenAI"
@@ -54,7 +55,7 @@ def _h2o(cluster: Any, budget: int) -> Areas:
 
 
 def _snapkv(cluster: Any, budget: int) -> Areas:
-    window = max(1, budget // 10) if cluster.of_variant("recent_tenth") else cluster.window_size
+    window = effivlm_window(budget) if cluster.of_variant("recent_tenth") else cluster.window_size
     pooled = f"votes are pooled so, not by {cluster.pooling} over {cluster.kernel_size}"
     again = "attention is summed over the window and all decoded tokens' queries, not read from the last queries anew"
     return Areas(first=0, recent=window, window=window, differences=(pooled, again))
@@ -149,14 +150,17 @@ def _pruning(policy: Policy) -> Settings:
     percent = math.floor(100 * (1 - policy.budget.ratio) + 0.5)
     if not 1 <= percent <= 99:
         raise KVCompressError(f"{NAME} prunes 1 to 99 percent of the vision tokens: ratio={policy.budget.ratio}")
-    weight = 1.0 if policy.tokens.relevance == "embeddings" else 0.0
+    if policy.tokens.relevance != "embeddings":  # its weight 0 kept other tokens than the most diverse ones
+        raise KVCompressError(f"{NAME} weighs diversity by relevance: relevance={policy.tokens.relevance!r}")
     differences = [
+        "relevance is to the mean embedding of all text, here to each token of the text after the last picture",
         "the tokens are split into two halves with a relevance each (CDPRUNER_SPLIT_THRESHOLD=0: not split)",
         "only Qwen2-VL and Qwen2.5-VL (no videos) and Qwen3-VL are pruned, each picture or frame to its own share",
+        "a pipeline prunes in generate(), not in add_request()",
     ]
     if not math.isclose(percent, 100 * (1 - policy.budget.ratio), abs_tol=1e-6):
         differences.append(f"the ratio is rounded to whole percents: {100 - percent} % stay")
-    settings = {"generation_config": {"pruning_ratio": percent, "relevance_weight": weight}}
+    settings = {"generation_config": {"pruning_ratio": percent, "relevance_weight": 1.0}}
     return Settings(ENGINE, policy.method, policy.budget.ratio, settings, tuple(differences))
 
 
