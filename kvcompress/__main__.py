@@ -24,6 +24,7 @@ OWN = {  # a module with `main(arguments)`
     "bench": "kvcompress.bench.command",
     "calibrate": "kvcompress.calibration.command",
     "check": "kvcompress.check.command",
+    "export": "kvcompress.engines.command",
     "list": "kvcompress.list_command",
     "serve": "kvcompress.serve.command",
     "speech": "kvcompress.speech.command",

@@ -56,6 +56,12 @@ COMMANDS = {
         f"{PLUGIN}.report.html.show.read_image",
     ),
     "bench": (f"{BENCH}.command", "parser", ["org/model"], f"{BENCH}.comparison.load"),
+    "export": (
+        "kvcompress.engines.command",
+        "parser",
+        ["snapkv", "0.2", "--engine", "openvino", "--tokens", "999"],
+        "kvcompress.engines.command.show",
+    ),
     "train": (
         "kvcompress.train.command",
         "parser",
@@ -116,15 +122,9 @@ def command(name, monkeypatch):
     module = importlib.import_module(module)
 
     monkeypatch.setattr(work, started)
-    first = {
-        "bench": ["bench"],
-        "speech": ["speech"],
-        "train": ["train"],
-        "serve": ["serve"],
-        "run_sweep": ["run"],
-    }.get(name, [])
-    own = dict.fromkeys(("bench", "speech", "train", "serve"), core_main)
-    main = {"run_eval": evaluate.main, **own}.get(name) or module.main
+    of_core = ("bench", "export", "speech", "train", "serve")
+    first = {"run_sweep": ["run"], **{own: [own] for own in of_core}}.get(name, [])
+    main = {"run_eval": evaluate.main, **dict.fromkeys(of_core, core_main)}.get(name) or module.main
     return getattr(module, parser)(), words, lambda argv: main([*first, *argv])
 
 

@@ -49,7 +49,8 @@ def test_its_error_is_one_line(registered, capsys):
 def test_help_has_a_line_for_own_and_registered_commands(registered, capsys):
     assert __main__.main(["--help"]) == 0
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    assert [name for name, _ in lines] == ["bench", "calibrate", "check", "hello", "list", "serve", "speech", "train"]
+    own = ["bench", "calibrate", "check", "export", "hello", "list", "serve", "speech", "train"]
+    assert [name for name, _ in lines] == own
     assert dict(lines)["hello"] == "the package's own commands, and those that others register"
 
 

@@ -28,7 +28,10 @@ QUICK = [
     ["eval", "tiny_textvqa", "tiny", "snapvk", "0.2"],
     ["eval", "tiny_textvqq", "tiny", "snapkv", "0.2"],
     ["list", "methds"],
-    *([command, "--no-such-flag"] for command in ("bench", "calibrate", "heatmap", "leaderboard", "long-pack")),
+    *(
+        [command, "--no-such-flag"]
+        for command in ("bench", "calibrate", "export", "heatmap", "leaderboard", "long-pack")
+    ),
     *(
         [command, "--no-such-flag"]
         for command in ("metrics", "report", "reproduce", "serve", "show", "speech", "sweep", "table", "train")

@@ -1,0 +1,1 @@
+"""Serving engines: what of a method they can do, and how they are told."""

@@ -1,0 +1,63 @@
+"""`kvcompress export`: a method as settings of a serving engine, and what the engine does differently."""
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from ..command_line import Parser, key_values
+from ..errors import KVCompressError
+from ..files import check_output, write_text
+from ..flag_types import fraction, label, new_file, whole
+
+if TYPE_CHECKING:
+    from .settings import Settings
+
+ENGINES = ("openvino", "tensorrt-llm", "triattention-vllm")
+SETTINGS = ".json"  # of the settings' file beside a calibration
+
+
+def parser() -> argparse.ArgumentParser:
+    """Create the parser."""
+    this = Parser("export", description=__doc__.partition(": ")[2])
+    this.add_argument("method", type=label, metavar="METHOD", help="a method that the engine has")
+    this.add_argument("ratio", type=fraction, metavar="RATIO", help="the fraction kept, in (0, 1]")
+    this.add_argument("options", nargs="*", type=label, metavar="OPTION=VALUE", help="options of the method")
+    this.add_argument("--engine", choices=ENGINES, required=True)
+    this.add_argument("--tokens", type=whole(1), help="openvino: length of the prompts that RATIO is a part of")
+    this.add_argument("--block", type=whole(1, 4096), default=32, help="openvino: tokens of a block, 16 on a GPU (32)")
+    this.add_argument("--out", type=new_file, metavar="FILE", help="settings, NAME.json; for triattention NAME.pt")
+    return this
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command: print the settings and the differences, and write them if asked. Raises KVCompressError."""
+    flags = parser().parse_intermixed_args(arguments)
+    options = key_values(flags.options)
+    wanted = ".json" if flags.engine == "openvino" else ".pt"
+    if flags.out is not None and flags.out.suffix != wanted:
+        raise KVCompressError(f"--out {str(flags.out)!r} does not end with {wanted}")
+    if flags.out is None and wanted == ".pt":
+        raise KVCompressError(f"--engine {flags.engine} needs --out NAME.pt for the calibration")
+    from ..policy.make import make_policy
+
+    policy = make_policy(flags.method, flags.ratio, **options)
+    if flags.out is not None:
+        check_output(flags.out.absolute().parent, flags.out.name, flags.out.with_suffix(SETTINGS).name)
+    if flags.engine == "openvino":
+        from . import openvino
+
+        found = openvino.export(policy, flags.tokens, flags.block)
+    else:
+        from . import triattention
+
+        found = triattention.export(policy, flags.engine, flags.out)
+    show(found)
+    if flags.out is not None:
+        write_text(flags.out.with_suffix(SETTINGS), json.dumps(vars(found), indent=2) + "\n")
+
+
+def show(found: "Settings") -> None:
+    """Print settings as JSON, then what differs, a line each."""
+    print(json.dumps(found.settings, indent=2))
+    for difference in found.differences:
+        print(f"differs: {difference}")
