@@ -1,5 +1,6 @@
 """The tables of all methods as the leaderboard reads them: answers of the verdict, and of RULER on a Qwen2."""
 
+import textwrap
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -100,7 +101,6 @@ def sentences(found: list[Table]) -> str:
         scores = {(one.method, one.ratio): one.scores for one in table.entries if one.method not in NOT_CHOSEN}
         if (chosen := choose(scores, full, table.clusters)) is not None:
             drops = ", by dropping vision tokens" * (table.protocol["ratio_of"] == "vision")
-            lines.append(
-                f"- **{table.regime[0].upper()}{table.regime[1:]}** ({table.task}, {table.model}){drops}: {chosen}"
-            )
+            name = f"**{table.regime[0].upper()}{table.regime[1:]}** ({table.task}, {table.model}){drops}"
+            lines.append(textwrap.fill(f"- {name}: {chosen}", 118, subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join(lines)

@@ -130,7 +130,7 @@ def test_a_file_that_was_changed_by_hand_is_refused_in_one_line(tmp_path, monkey
         AggregationMode=SimpleNamespace(SUM="sum"),
     )
     monkeypatch.setitem(sys.modules, "openvino_genai", package)
-    with pytest.raises(KVCompressError, match=r"x\.json': OpenVINO GenAI refuses it: .* no attribute 'MEAN'$"):
+    with pytest.raises(KVCompressError, match=r": OpenVINO GenAI refuses it: .* no attribute 'MEAN'$"):
         openvino.load(tmp_path / "x.json")
 
 
@@ -139,7 +139,7 @@ def test_another_file_is_refused_before_openvino_is_imported(tmp_path, content, 
     monkeypatch.setitem(sys.modules, "openvino_genai", None)
     if content is not None:
         (tmp_path / "x.json").write_text(content)
-    with pytest.raises(KVCompressError, match=r"x\.json' was not written by `kvcompress export --engine openvino`$"):
+    with pytest.raises(KVCompressError, match=r" was not written by `kvcompress export --engine openvino`$"):
         openvino.load(tmp_path / "x.json")
 
 
