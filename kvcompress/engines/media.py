@@ -58,7 +58,8 @@ class MediaPruner:
             states: the embeddings (tokens, hidden_size), frame by frame.
 
         Returns:
-            bool (tokens,), True at `kept` tokens; and the states (tokens, hidden_size), changed where tokens were merged.
+            bool (tokens,), True at `kept` tokens; and the states (tokens, hidden_size), changed where tokens were
+            merged.
 
         Raises KVCompressError if the method cannot keep as many."""
         count = len(states)

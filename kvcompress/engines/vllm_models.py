@@ -85,7 +85,7 @@ class PruningProcessor:
 
 
 class ManyFrames:
-    """Mixed into vLLM's builder of the inputs by which it measures memory: as many pixels, in more and smaller frames."""
+    """Mixed into vLLM's builder of the inputs by which it measures memory: videos of more and smaller frames."""
 
     def _get_dummy_videos(self, *, width: int, height: int, num_frames: int, **rest: Any) -> list:
         smaller = math.sqrt(max(DUMMY_FRAMES / num_frames, 1))
