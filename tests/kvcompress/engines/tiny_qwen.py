@@ -40,6 +40,7 @@ def save(family: str, folder: Path) -> str:
     else:
         vision = {"depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
         rope, patch = {**rope, "mrope_section": [12, 10, 10], "mrope_interleaved": True}, {"patch_size": 16}
+        patch |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # vLLM scales videos by those of pictures, too
     text = {**TEXT, "rope_parameters": rope}
     config = getattr(transformers, f"{name}Config")(text_config=text, vision_config={**VISION, **vision}, **IDS)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
