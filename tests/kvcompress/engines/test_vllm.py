@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 OWN_METHOD = '''
 from dataclasses import dataclass
+import torch
 from kvcompress import TokenMethod, register_method
 
 @register_method("loudest")
@@ -32,7 +33,7 @@ class Loudest(TokenMethod):
     def score(self, tokens):
         return tokens.hidden.float().norm(dim=-1)
     def choose(self, scores, tokens):
-        return tokens.best(scores), tokens.hidden / 2
+        return tokens.best(scores), torch.where(tokens.vision[..., None], tokens.hidden / 2, tokens.hidden)
 '''
 ENGINES = {  # method, ratio, vLLM's other arguments
     "unpruned": ("full", 1, {}),
