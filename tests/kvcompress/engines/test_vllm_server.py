@@ -54,7 +54,8 @@ def server(checkpoint, tmp_path_factory) -> Iterator[str]:
             wait_for(address, process, log)
             yield address
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
             process.wait(60)
 
 
