@@ -9,6 +9,7 @@ import kvcompress
 from kvcompress.engines.media import MediaPruner, asked_of, carried, obstacle_of
 from kvcompress.methods import list_methods, make_method
 from kvcompress.tokens.base import TokenMethod
+from tests import engines_page
 from tests.support.families import FAMILIES
 
 CARRIED = ["divprune", "evs", "vidcom2"]
@@ -133,3 +134,8 @@ def test_the_environment_asks():
         asked_of({"KVCOMPRESS_RATIO": "0.25"})
     with pytest.raises(kvcompress.KVCompressError, match="KVCOMPRESS_RATIO: 'a lot' is not a number"):
         asked_of({"KVCOMPRESS_METHOD": "evs", "KVCOMPRESS_RATIO": "a lot"})
+
+
+def test_the_page_has_the_table_of_the_methods():
+    text = engines_page.PAGE.read_text(encoding="utf-8")
+    assert text == engines_page.page(text), "run: python -m tests.engines_page"

@@ -35,16 +35,21 @@ class Loudest(TokenMethod):
     def choose(self, scores, tokens):
         return tokens.best(scores), torch.where(tokens.vision[..., None], tokens.hidden / 2, tokens.hidden)
 '''
-ENGINES = {  # method, ratio, vLLM's other arguments
-    "unpruned": ("full", 1, {}),
-    "divprune": ("divprune", 0.25, {}),
-    "evs": ("evs", 0.5, {}),
-    "vidcom2": ("vidcom2", 0.25, {}),
+ENGINES = {  # what is asked of kvcompress, and vLLM's other arguments
+    "unpruned": ({}, {}),
+    "divprune": ({"method": "divprune", "ratio": 0.25}, {}),
+    "evs": ({"method": "evs", "ratio": 0.5}, {"refuses": True}),
+    "vidcom2": ({"method": "vidcom2", "ratio": 0.25}, {}),
+    "cdpruner": ({"method": "cdpruner", "ratio": 0.25, "relevance": "none"}, {}),
+    "dycoke": ({"method": "dycoke", "ratio": 0.6, "decode_drop": 0}, {}),
     # Media are cut by the pieces in which prompts are read, and at the second time partly read from a cache.
-    "divprune in pieces": ("divprune", 0.5, {"max_num_batched_tokens": 24, "max_num_seqs": 8}),
-    "divprune again": ("divprune", 0.5, {"enable_prefix_caching": True, "block_size": 32, "repeat": 2}),
-    "own method": ("loudest", 0.5, {}),
-}
+    "in pieces": ({"method": "divprune", "ratio": 0.5}, {"max_num_batched_tokens": 24, "max_num_seqs": 8}),
+    "again": (
+        {"method": "divprune", "ratio": 0.5}, {"enable_prefix_caching": True, "block_size": 32, "repeat": 2}
+    ),
+    "own method": ({"method": "loudest", "ratio": 0.5}, {}),
+}  # fmt: skip
+ON_FRAMES = ("evs", "vidcom2", "dycoke")
 
 
 @pytest.fixture(scope="module", params=tiny_qwen.FAMILIES)
@@ -75,14 +80,13 @@ def vllm(checkpoint, own_method, tmp_path_factory) -> dict[str, list[dict]]:
     """The answers of all engines. `evs` is asked for by the environment, in a process of its own."""
     by_argument = {name: engine for name, engine in ENGINES.items() if name != "evs"}
     arguments = []
-    for method, ratio, others in by_argument.values():
-        asked = {} if method == "full" else {"hf_overrides": {"kvcompress": {"method": method, "ratio": ratio}}}
-        arguments.append({**asked, **others})
+    for asked, others in by_argument.values():
+        arguments.append({**({"hf_overrides": {"kvcompress": asked}} if asked else {}), **others})
     environment = {**os.environ, "KVCOMPRESS_METHODS": own_method}
     folder = tmp_path_factory.mktemp("answers")
     found = dict(zip(by_argument, run(checkpoint, folder / "all.json", arguments, environment), strict=True))
-    method, ratio, others = ENGINES["evs"]
-    environment |= {"KVCOMPRESS_METHOD": method, "KVCOMPRESS_RATIO": str(ratio)}
+    asked, others = ENGINES["evs"]
+    environment |= {"KVCOMPRESS_METHOD": asked["method"], "KVCOMPRESS_RATIO": str(asked["ratio"])}
     return {**found, "evs": run(checkpoint, folder / "evs.json", [others], environment)[0]}
 
 
@@ -95,12 +99,12 @@ def run(checkpoint: str, result: Path, engines: list[dict], environment: dict[st
     return json.loads(result.read_text())
 
 
-def answers(model, prompts: list[dict], method: str, ratio: float) -> list[list[int]]:
+def answers(model, prompts: list[dict], method: str = "full", **options) -> list[list[int]]:
     """The answers under `kvcompress.compress`; a method on frames leaves pictures alone, as in an engine."""
     found = []
     for inputs in prompts:
-        is_left_alone = method == "full" or (method in ("evs", "vidcom2") and "pixel_values" in inputs)
-        with nullcontext() if is_left_alone else kvcompress.compress(model, method, ratio=ratio):
+        is_left_alone = method == "full" or (method in ON_FRAMES and "pixel_values" in inputs)
+        with nullcontext() if is_left_alone else kvcompress.compress(model, method, **options):
             found.append(tiny_qwen.answer_of(model, inputs))
     return found
 
@@ -108,21 +112,20 @@ def answers(model, prompts: list[dict], method: str, ratio: float) -> list[list[
 @pytest.mark.parametrize("engine", ENGINES)
 def test_all_answers_are_those_of_transformers(engine, model, prompts, vllm, own_method, monkeypatch):
     monkeypatch.setenv("KVCOMPRESS_METHODS", own_method)
-    method, ratio, _ = ENGINES[engine]
+    asked, _ = ENGINES[engine]
     with tiny_qwen.text_after_all_frames(model):
-        wanted = answers(model, prompts, method, ratio)
+        wanted = answers(model, prompts, **asked)
     found = [one["answer"] for one in vllm[engine]]
-    assert len(wanted) == 20
     assert len({tuple(answer) for answer in wanted}) == 20
     assert found == wanted
     lengths = [one["prompt"] for one in vllm[engine]]
-    assert (lengths == [inputs["input_ids"].shape[1] for inputs in prompts]) == (method == "full")
+    assert (lengths == [inputs["input_ids"].shape[1] for inputs in prompts]) == (not asked)
 
 
 def test_unpruned_answers_differ_only_where_text_follows_a_long_video(model, prompts, vllm):
     """The named difference: the position of text after a video whose time runs further than its frames are wide."""
     found = [one["answer"] for one in vllm["unpruned"]]
-    differ = [place for place, wanted in enumerate(answers(model, prompts, "full", 1)) if wanted != found[place]]
+    differ = [place for place, wanted in enumerate(answers(model, prompts)) if wanted != found[place]]
     assert differ == [place for place, inputs in enumerate(prompts) if is_long(model, inputs)]
 
 

@@ -77,6 +77,12 @@ def prompts(count: int = 20) -> list[dict[str, Any]]:
     return made
 
 
+def short_video() -> dict[str, Any]:
+    """Return a prompt with a video of one temporal patch, of which `evs` cannot keep half."""
+    text = "[user] <|vision_start|><|video_pad|><|vision_end|>What?[assistant] "
+    return {"prompt": text, "multi_modal_data": {"video": [_video(np.random.default_rng(0), 2)]}}
+
+
 def _noise(draw: np.random.Generator, height: int, width: int) -> np.ndarray:
     pixels = Image.fromarray(draw.integers(0, 256, (4, 6, 3), dtype=np.uint8))
     return np.asarray(pixels.resize((width, height), Image.Resampling.BICUBIC))

@@ -2,7 +2,8 @@
 
 python -m tests.kvcompress.engines.vllm_answers CHECKPOINT RESULT ENGINE...
 
-ENGINE is a JSON object of vLLM's arguments; RESULT gets, for each, the prompts' lengths and the answers' tokens."""
+ENGINE is a JSON object of vLLM's arguments, and `repeat`, how often to ask, and `refuses`, whether to ask for a video
+that is too short before. RESULT gets, for each, the prompts' lengths and the answers' tokens."""
 
 import json
 import os
@@ -18,7 +19,7 @@ os.environ |= {  # before vLLM is imported
     "HF_HUB_OFFLINE": "1",
 }
 
-from tests.kvcompress.engines.tiny_qwen import ANSWER, prompts
+from tests.kvcompress.engines.tiny_qwen import ANSWER, prompts, short_video
 
 
 def answers(checkpoint: str, **arguments: Any) -> list[dict[str, Any]]:
@@ -26,9 +27,16 @@ def answers(checkpoint: str, **arguments: Any) -> list[dict[str, Any]]:
     from vllm import LLM, SamplingParams
 
     limits = {"limit_mm_per_prompt": {"image": 2, "video": 2}, "max_model_len": 1024, "enforce_eager": True}
-    repeat = arguments.pop("repeat", 1)
+    repeat, refuses = arguments.pop("repeat", 1), arguments.pop("refuses", False)
     engine = LLM(checkpoint, dtype="float32", **{**limits, "enable_prefix_caching": False, **arguments})
     sampling = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+    if refuses:
+        try:
+            engine.generate(short_video(), sampling, use_tqdm=False)
+        except ValueError as error:
+            print("refused:", error, file=sys.stderr)
+        else:
+            raise SystemExit("a video that is too short was answered")
     for _ in range(repeat):
         outputs = engine.generate(prompts(), sampling, use_tqdm=False)
     return [{"prompt": len(one.prompt_token_ids), "answer": list(one.outputs[0].token_ids)} for one in outputs]
