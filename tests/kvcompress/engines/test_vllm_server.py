@@ -27,7 +27,7 @@ VLLM = str(Path(sys.executable).with_name("vllm"))
 QUIET = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
-START = 400  # seconds that a server may take to start, on a machine that is busy
+START = 900  # seconds that a server may take to start, on a machine that is busy
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,7 @@ def server(checkpoint, tmp_path_factory) -> Iterator[str]:
         port = free.getsockname()[1]
     environment = {**os.environ, **QUIET, "KVCOMPRESS_METHOD": "divprune", "KVCOMPRESS_RATIO": "0.25"}
     flags = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--served-model-name", "tiny"]
+    flags += ["--distributed-executor-backend", "uni"]  # no third process to start
     log = tmp_path_factory.mktemp("log") / "server.log"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -56,7 +57,11 @@ def server(checkpoint, tmp_path_factory) -> Iterator[str]:
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
-            process.wait(60)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def wait_for(address: str, process: subprocess.Popen, log: Path) -> None:
