@@ -151,6 +151,13 @@ class TokenMethod(Method, ABC):
         """Whether the method reads the vision tower."""
         return self.sees in ("tower", "video")
 
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the choice depends on more of the prompt than the picture's or video's own tokens.
+
+        A serving engine encodes pictures and videos one by one, apart from the prompt."""
+        return False
+
     @abstractmethod
     def layers(self, num_layers: int) -> list[int]:
         """Return the decoder layers before which tokens are dropped, ascending; 0 means before the language model."""

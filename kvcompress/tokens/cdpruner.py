@@ -34,6 +34,10 @@ class CDPruner(TokenMethod):
     presets: ClassVar[dict[str, dict[str, object]]] = {"128": {"budget": 128}, "64": {"budget": 64}}  # of 576
     sees: ClassVar[Sees] = "embeddings"
 
+    @property
+    def reads_prompt(self) -> bool:
+        return self.relevance != "none"
+
     def layers(self, num_layers: int) -> list[int]:
         return [0]
 

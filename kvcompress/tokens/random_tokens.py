@@ -23,6 +23,10 @@ class RandomTokens(TokenMethod):
 
     sees: ClassVar[Sees] = "embeddings"
 
+    @property
+    def reads_prompt(self) -> bool:
+        return True  # its checksum seeds the draw
+
     def layers(self, num_layers: int) -> list[int]:
         return [0]
 

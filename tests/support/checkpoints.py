@@ -9,7 +9,6 @@ import pytest
 import torch
 from lmms_eval.api.instance import Instance
 from PIL import Image
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -28,7 +27,6 @@ from transformers import (
     LlavaNextVideoProcessor,
     LlavaNextVideoVideoProcessor,
     LlavaProcessor,
-    PreTrainedTokenizerFast,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
     Qwen2VLProcessor,
@@ -41,34 +39,17 @@ from lmms_eval_plugins.model import lm as lm_module
 from lmms_eval_plugins.model import loading
 from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT, ModelArguments
 from lmms_eval_plugins.model.lm import KVCompressLM
+from tests.support.characters import CHAT_TEMPLATE, QWEN_SPECIALS, character_tokenizer
 from tests.support.families import (
     FAMILIES,
-    FIRST_TEXT,
     INTERNVL_IMAGE,
     INTERNVL_TOKENS,
     LLAVA_TILE,
     MORE_FAMILIES,
     SMALL_IMAGE,
     SMALL_TOKENS,
-    VOCAB_SIZE,
 )
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}[{{ message['role'] }}] {% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}MEDIA{% endif %}"
-    "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
-)
-QWEN_SPECIALS = [
-    "<pad>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<eos>",
-    "<unk>",
-    "<7>",
-]
 GEMMA_SPECIALS = ["<pad>", "<image>", "<|video|>", "<boi>", "<eoi>", "<eos>", "<unk>", "<audio>"]
 INTERNVL_SPECIALS = ["<pad>", "<IMG_CONTEXT>", "<video>", "<img>", "</img>", "<eos>", "<unk>", "<7>"]
 
@@ -173,26 +154,6 @@ def _save_noisy_bundled_model(folder: Path) -> str:
     model.save_pretrained(folder)
     AutoProcessor.from_pretrained(TINY_CHECKPOINT).save_pretrained(folder)
     return str(folder)
-
-
-def character_tokenizer(specials: list[str], **named: str) -> PreTrainedTokenizerFast:
-    """Create a tokenizer with one token per character of printable ASCII, after the special tokens of families.py (0 to
-    7).
-
-    `named` tokens become attributes of the tokenizer."""
-    characters = ["\n", *map(chr, range(32, 127)), *"äöüéèàçñøåßœ"]
-    vocabulary = [*specials[:FIRST_TEXT], *characters]
-    vocabulary += [f"<{i}>" for i in range(len(vocabulary), VOCAB_SIZE)]
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        extra_special_tokens=named or specials[1:5],
-    )
 
 
 def image(seed: int, width: int = 96, height: int = 64) -> Image.Image:

@@ -59,7 +59,7 @@ from tests.support import llava_next_layout
 HEAD_DIM = 16
 VOCAB_SIZE = 128
 VISION_HIDDEN = 32
-# Ids below FIRST_TEXT are special. Greedy decoding never picks them: their logits are zero (see _randomize).
+# Ids below FIRST_TEXT are special. Greedy decoding never picks them: their logits are zero (see randomize).
 PAD, IMAGE, VIDEO, VISION_START, VISION_END, LINE_BREAK, UNUSED, FIRST_TEXT = 0, 1, 2, 3, 4, 5, 6, 8
 
 LEADING_TEXT = 3  # text tokens before the first image
@@ -379,7 +379,7 @@ def _build(name: str, layers: int, heads: int, kv_heads: int, seed: int) -> PreT
         make = Qwen2AudioForConditionalGeneration._from_config
     with torch.random.fork_rng():
         model = make(config, dtype=torch.float32, attn_implementation="sdpa").eval()
-    _randomize(model, torch.Generator().manual_seed(seed))
+    randomize(model, torch.Generator().manual_seed(seed))
     if name == "llava-onevision-original":  # through the files of a checkpoint: LLaVA-OneVision's own weights again
         words = Tokenizer(WordLevel({"<pad>": PAD, "<image>": IMAGE, "<video>": VIDEO}, unk_token="<pad>"))
         model = llava_next_layout.reloaded(model, PreTrainedTokenizerFast(tokenizer_object=words))
@@ -389,7 +389,7 @@ def _build(name: str, layers: int, heads: int, kv_heads: int, seed: int) -> PreT
 
 
 @torch.no_grad()
-def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
+def randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Set weights under which each layer's output has order 1 and attention is peaked.
 
     The usual init (std 0.02) makes attention flat, so dropping any entry hardly changes the logits, and a test would

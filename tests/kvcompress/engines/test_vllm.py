@@ -1,0 +1,137 @@
+"""vLLM answers with the tokens that transformers answers with, unpruned and pruned. Run by scripts/test_engines.sh."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+import kvcompress
+from tests.kvcompress.engines import tiny_qwen
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
+OWN_METHOD = '''
+from dataclasses import dataclass
+import torch
+from kvcompress import TokenMethod, register_method
+
+@register_method("loudest")
+@dataclass(frozen=True)
+class Loudest(TokenMethod):
+    """Keeps the longest embeddings, and halves them."""
+    sees = "embeddings"
+    def layers(self, num_layers):
+        return [0]
+    def score(self, tokens):
+        return tokens.hidden.float().norm(dim=-1)
+    def choose(self, scores, tokens):
+        return tokens.best(scores), torch.where(tokens.vision[..., None], tokens.hidden / 2, tokens.hidden)
+'''
+ENGINES = {  # what is asked of kvcompress, and vLLM's other arguments
+    "unpruned": ({}, {}),
+    "divprune": ({"method": "divprune", "ratio": 0.25}, {}),
+    "evs": ({"method": "evs", "ratio": 0.5}, {"refuses": True}),
+    "vidcom2": ({"method": "vidcom2", "ratio": 0.25}, {}),
+    "cdpruner": ({"method": "cdpruner", "ratio": 0.25, "relevance": "none"}, {}),
+    "dycoke": ({"method": "dycoke", "ratio": 0.6, "decode_drop": 0}, {}),
+    # Media are cut by the pieces in which prompts are read, and at the second time partly read from a cache.
+    "in pieces": ({"method": "divprune", "ratio": 0.5}, {"max_num_batched_tokens": 24, "max_num_seqs": 8}),
+    "again": (
+        {"method": "divprune", "ratio": 0.5}, {"enable_prefix_caching": True, "block_size": 32, "repeat": 2}
+    ),
+    "own method": ({"method": "loudest", "ratio": 0.5}, {}),
+}  # fmt: skip
+ON_FRAMES = ("evs", "vidcom2", "dycoke")
+
+
+@pytest.fixture(scope="module", params=tiny_qwen.FAMILIES)
+def checkpoint(request, tmp_path_factory) -> str:
+    return tiny_qwen.save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint) -> torch.nn.Module:
+    return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts(checkpoint) -> list[dict]:
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    return [tiny_qwen.inputs_of(processor, prompt) for prompt in tiny_qwen.prompts()]
+
+
+@pytest.fixture(scope="module")
+def own_method(tmp_path_factory) -> str:
+    file = tmp_path_factory.mktemp("methods") / "loudest.py"
+    file.write_text(OWN_METHOD)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def vllm(checkpoint, own_method, tmp_path_factory) -> dict[str, list[dict]]:
+    """The answers of all engines. `evs` is asked for by the environment, in a process of its own."""
+    by_argument = {name: engine for name, engine in ENGINES.items() if name != "evs"}
+    arguments = []
+    for asked, others in by_argument.values():
+        arguments.append({**({"hf_overrides": {"kvcompress": asked}} if asked else {}), **others})
+    environment = {**os.environ, "KVCOMPRESS_METHODS": own_method}
+    folder = tmp_path_factory.mktemp("answers")
+    found = dict(zip(by_argument, run(checkpoint, folder / "all.json", arguments, environment), strict=True))
+    asked, others = ENGINES["evs"]
+    environment |= {"KVCOMPRESS_METHOD": asked["method"], "KVCOMPRESS_RATIO": str(asked["ratio"])}
+    return {**found, "evs": run(checkpoint, folder / "evs.json", [others], environment)[0]}
+
+
+def run(checkpoint: str, result: Path, engines: list[dict], environment: dict[str, str]) -> list[list[dict]]:
+    command = [sys.executable, "-m", "tests.kvcompress.engines.vllm_answers", checkpoint, str(result)]
+    done = subprocess.run(
+        [*command, *map(json.dumps, engines)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(result.read_text())
+
+
+def answers(model, prompts: list[dict], method: str = "full", **options) -> list[list[int]]:
+    """The answers under `kvcompress.compress`; a method on frames leaves pictures alone, as in an engine."""
+    found = []
+    for inputs in prompts:
+        is_left_alone = method == "full" or (method in ON_FRAMES and "pixel_values" in inputs)
+        with nullcontext() if is_left_alone else kvcompress.compress(model, method, **options):
+            found.append(tiny_qwen.answer_of(model, inputs))
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_all_answers_are_those_of_transformers(engine, model, prompts, vllm, own_method, monkeypatch):
+    monkeypatch.setenv("KVCOMPRESS_METHODS", own_method)
+    asked, _ = ENGINES[engine]
+    with tiny_qwen.text_after_all_frames(model):
+        wanted = answers(model, prompts, **asked)
+    found = [one["answer"] for one in vllm[engine]]
+    assert len({tuple(answer) for answer in wanted}) == 20
+    assert found == wanted
+    lengths = [one["prompt"] for one in vllm[engine]]
+    assert (lengths == [inputs["input_ids"].shape[1] for inputs in prompts]) == (not asked)
+
+
+def test_unpruned_answers_differ_only_where_text_follows_a_long_video(model, prompts, vllm):
+    """The named difference: the position of text after a video whose time runs further than its frames are wide."""
+    found = [one["answer"] for one in vllm["unpruned"]]
+    differ = [place for place, wanted in enumerate(answers(model, prompts)) if wanted != found[place]]
+    assert differ == [place for place, inputs in enumerate(prompts) if is_long(model, inputs)]
+
+
+def is_long(model, inputs: dict[str, torch.Tensor]) -> bool:
+    if "second_per_grid_ts" not in inputs:
+        return False
+    (frames, height, width), seconds = inputs["video_grid_thw"][0].tolist(), inputs["second_per_grid_ts"][0]
+    vision = model.config.vision_config
+    return (frames - 1) * seconds * vision.tokens_per_second >= max(height, width) // vision.spatial_merge_size

@@ -1,0 +1,87 @@
+"""What the plugin makes of vLLM's arguments, without vLLM."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from kvcompress import KVCompressError
+from kvcompress.engines import vllm_plugin
+from kvcompress.engines.vllm_plugin import MODELS, SUPPORTED, configure
+
+QWEN = "Qwen2_5_VLForConditionalGeneration"
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch) -> ModuleType:
+    """A vLLM that has a version, and a model that is a Qwen2.5-VL; nothing is asked for."""
+    module = ModuleType("vllm")
+    module.__version__ = f"{SUPPORTED}.0"
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setattr(vllm_plugin, "architecture_of", lambda arguments: QWEN)
+    monkeypatch.setattr(vllm_plugin, "use_worker", lambda arguments: None)
+    for name in ("METHOD", "RATIO"):
+        monkeypatch.delenv(f"KVCOMPRESS_{name}", raising=False)
+    return module
+
+
+def arguments(**overrides) -> SimpleNamespace:
+    return SimpleNamespace(hf_overrides=overrides, video_pruning_rate=None)
+
+
+def test_without_being_asked_it_changes_nothing():
+    given = arguments(text_config={"x": 1})
+    configure(given)
+    assert given == arguments(text_config={"x": 1})
+
+
+def test_the_environment_or_the_argument_chooses_the_model_that_prunes(monkeypatch):
+    asked = {"method": "evs", "ratio": 0.25}
+    by_argument = arguments(kvcompress=asked, x=1)
+    configure(by_argument)
+    assert by_argument.hf_overrides == {"x": 1, "architectures": [MODELS[QWEN]], "kvcompress": asked}
+    assert by_argument.video_pruning_rate
+    monkeypatch.setenv("KVCOMPRESS_METHOD", "evs")
+    monkeypatch.setenv("KVCOMPRESS_RATIO", "0.25")
+    by_environment = arguments(x=1)
+    configure(by_environment)
+    assert by_environment == by_argument
+    both = arguments(kvcompress={"ratio": 0.5})  # the argument wins
+    configure(both)
+    assert both.hf_overrides["kvcompress"] == {"method": "evs", "ratio": 0.5}
+
+
+def test_a_ratio_of_1_is_vllm_as_it_is():
+    given = arguments(kvcompress={"method": "evs", "ratio": 1}, x=1)
+    configure(given)
+    assert given == arguments(x=1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"method": "evss", "ratio": 0.5}, "did you mean 'evs'"),
+        ({"method": "evs"}, "needs ratio="),
+        ({"method": "evs", "ratio": 0}, "not in"),
+        ({"method": "snapkv", "ratio": 0.5}, "cannot prune in a serving engine"),
+        ({"ratio": 0.5}, "names no method"),
+        ("evs", "not the method with its options"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_read(asked, message, vllm, monkeypatch):
+    monkeypatch.setattr(vllm_plugin, "architecture_of", lambda arguments: pytest.fail("the model was looked at"))
+    with pytest.raises(KVCompressError, match=message) as raised:
+        configure(arguments(kvcompress=asked))
+    assert "\n" not in str(raised.value)
+
+
+def test_another_release_another_model_or_another_pruner_is_an_error(vllm, monkeypatch):
+    asked = {"method": "evs", "ratio": 0.5}
+    with pytest.raises(KVCompressError, match="both prune videos"):
+        configure(SimpleNamespace(hf_overrides={"kvcompress": asked}, video_pruning_rate=0.5))
+    monkeypatch.setattr(vllm_plugin, "architecture_of", lambda arguments: "LlavaForConditionalGeneration")
+    with pytest.raises(KVCompressError, match=r"no model of architecture 'Llava.*valid: Qwen2_5_VL"):
+        configure(arguments(kvcompress=asked))
+    vllm.__version__ = "0.31.2"
+    with pytest.raises(KVCompressError, match=rf"supports vLLM {SUPPORTED}, but 0\.31\.2"):
+        configure(arguments(kvcompress=asked))

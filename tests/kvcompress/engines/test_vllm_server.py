@@ -1,0 +1,111 @@
+"""`vllm serve` with the plugin answers an OpenAI request as transformers does. Run by scripts/test_engines.sh."""
+
+import base64
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+import kvcompress
+from tests.kvcompress.engines import tiny_qwen
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.slow
+
+VLLM = str(Path(sys.executable).with_name("vllm"))
+QUIET = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+START = 900  # seconds that a server may take to start, on a machine that is busy
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    return tiny_qwen.save("qwen2.5-vl", tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, tmp_path_factory) -> Iterator[str]:
+    """The address of a server that prunes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, **QUIET, "KVCOMPRESS_METHOD": "divprune", "KVCOMPRESS_RATIO": "0.25"}
+    flags = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--served-model-name", "tiny"]
+    flags += ["--distributed-executor-backend", "uni"]  # no third process to start
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [VLLM, "serve", checkpoint, "--host", "127.0.0.1", "--port", str(port), *flags],
+            env=environment, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+        address = f"http://127.0.0.1:{port}"
+        try:
+            wait_for(address, process, log)
+            yield address
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def wait_for(address: str, process: subprocess.Popen, log: Path) -> None:
+    end = time.monotonic() + START
+    while time.monotonic() < end:
+        assert process.poll() is None, log.read_text()[-4000:]
+        try:
+            urllib.request.urlopen(f"{address}/health", timeout=5)
+            return
+        except OSError:
+            time.sleep(1)
+    pytest.fail(f"the server did not start: {log.read_text()[-4000:]}")
+
+
+def test_a_chat_with_a_picture_is_answered_as_by_transformers(server, checkpoint):
+    picture = tiny_qwen.prompts()[0]["multi_modal_data"]["image"][0]
+    encoded = io.BytesIO()
+    picture.save(encoded, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+    asked = {
+        "model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": tiny_qwen.ANSWER,
+        "temperature": 0, "ignore_eos": True,
+    }  # fmt: skip
+    body = urllib.request.Request(
+        f"{server}/v1/chat/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    )
+    reply = json.load(urllib.request.urlopen(body, timeout=120))
+
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    text = "[user] <|vision_start|><|image_pad|><|vision_end|>What?[assistant] "
+    inputs = tiny_qwen.inputs_of(processor, {"prompt": text, "multi_modal_data": {"image": [picture]}})
+    with kvcompress.compress(model, "divprune", ratio=0.25) as session:
+        wanted = tiny_qwen.answer_of(model, inputs)
+        kept = len(session.cache.kept_indices(0)[0][0])
+    assert reply["choices"][0]["message"]["content"] == processor.tokenizer.decode(wanted)
+    assert reply["usage"]["prompt_tokens"] == kept < inputs["input_ids"].shape[1]
+
+
+def test_bad_input_is_one_line_and_nothing_starts(checkpoint):
+    environment = {**os.environ, **QUIET, "KVCOMPRESS_METHOD": "snapkv", "KVCOMPRESS_RATIO": "0.25"}
+    done = subprocess.run([VLLM, "serve", checkpoint], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: method 'snapkv' cannot prune in a serving engine: it evicts cache entries")
+    assert "Traceback" not in done.stderr
