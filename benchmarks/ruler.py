@@ -5,7 +5,7 @@
 
 Questions and scores are lm-evaluation-harness' (2404.06654, its six tasks that need no download); each prefill runs
 once for all methods and ratios. Answers are saved as they come, in `<out>/ruler_qwen2/`, and a cut run goes on. Then a
-table is written of the tasks that are there, `<out>/ruler_qwen2_<length>.md`.
+table is written of the tasks that every method has answered, `<out>/ruler_qwen2_<length>.md`.
 """
 
 import hashlib
@@ -295,13 +295,13 @@ def main(argv: list[str]) -> None:
             answers[name] = Answers(file, there[-1].identity)
             if is_asked:
                 compute(there[-1], cells_of(there[-1], list(kvcompress.list_methods())), answers[name])
-    whole = len(there) == len(TASKS) and all(is_whole(task, answers[task.name]) for task in there)
-    if whole and not given.tables_only:
-        for task in there:
-            asked = [cell_at(task, method, ratio) for ratio, own in further(there, answers).items() for method in own]
+    whole = [task for task in there if is_whole(task, answers[task.name])]
+    if len(whole) == len(TASKS) and not given.tables_only:
+        for task in whole:
+            asked = [cell_at(task, method, ratio) for ratio, own in further(whole, answers).items() for method in own]
             compute(task, asked, answers[task.name])
-    if there:
-        text = report(given.length, there, answers)
+    if whole:
+        text = report(given.length, whole, answers)
         write_text(given.out / f"ruler_qwen2_{given.length}.md", text)
         print(text)
 
