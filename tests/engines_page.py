@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "serving.md"
 BEGIN, END = "<!-- made by `python -m tests.engines_page` -->\n", "<!-- end of the table -->\n"
 WITH = {"cdpruner": {"relevance": "none"}, "dycoke": {"decode_drop": 0}}  # options with which they prune in an engine
 # Compared with transformers by scripts/test_engines.sh: prompts of each model.
-COMPARED = {"divprune": 20, "evs": 20, "vidcom2": 20, "cdpruner": 20, "dycoke": 20}
+COMPARED = {"divprune": 20, "evs": 20, "vidcom2": 20, "dycoke": 20}
 
 
 def table() -> str:

@@ -40,7 +40,6 @@ ENGINES = {  # what is asked of kvcompress, and vLLM's other arguments
     "divprune": ({"method": "divprune", "ratio": 0.25}, {}),
     "evs": ({"method": "evs", "ratio": 0.5}, {"refuses": True}),
     "vidcom2": ({"method": "vidcom2", "ratio": 0.25}, {}),
-    "cdpruner": ({"method": "cdpruner", "ratio": 0.25, "relevance": "none"}, {}),
     "dycoke": ({"method": "dycoke", "ratio": 0.6, "decode_drop": 0}, {}),
     # Media are cut by the pieces in which prompts are read, and at the second time partly read from a cache.
     "in pieces": ({"method": "divprune", "ratio": 0.5}, {"max_num_batched_tokens": 24, "max_num_seqs": 8}),
