@@ -76,7 +76,7 @@ NOT_RUN = {
     "an environment with kvpress": r"--kvpress-python",
     "a model of text only, and a book": r"kvcompress (calibrate|train \w+) MODEL .*--text",
     "a model of text only, which test_instructions.py asks": r"run_eval\.sh several_instructions",
-    "it installs": r": (\.venv/bin/)?pip |: python3 -m venv|test_(pythons|versions|openvino)\.sh|lock\.sh",
+    "it installs": r": (\.venv/bin/)?pip |: python3 -m venv|test_(pythons|versions|openvino|engines)\.sh|lock\.sh",
     "a server, which serve/test_command.py starts": r"kvcompress serve |: curl ",
     "it is the tests": r"run_tests\.sh|pytest tests|tests\.(contents|mutate|lines_run)",
     "it writes into this repository": (

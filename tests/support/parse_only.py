@@ -22,7 +22,7 @@ from tests.support.docs import ROOT
 
 FOUR = ["tiny_textvqa", "tiny", "snapkv", "0.2"]
 # Programs of other projects, whose arguments are not checked.
-OTHERS = ("pip", ".venv/bin/pip", "git", "hf", "tar", "python3", ".", "cd", "export", "curl")
+OTHERS = ("pip", ".venv/bin/pip", "git", "hf", "tar", "python3", ".", "cd", "export", "curl", "vllm")
 WITHOUT_FLAGS = ("tests.methods_page", "tests.family_table", "tests.oracle.authors.kvcache_factory", "build")
 READ_WHOLE = ("parse_args", "parse_known_args", "parse_intermixed_args", "parse_known_intermixed_args")
 
