@@ -23,7 +23,7 @@ from kvcompress.files import write_text
 from kvcompress.flag_types import path
 from lmms_eval_plugins.report.significance import ALPHA, Comparison, holm, paired_test
 
-from .driver import RESULTS, new_parser, start
+from .driver import save, start, tasks_parser
 from .method_cells import Answers, Cell, Column, Protocol, Task, compute
 from .method_tasks import TASKS
 from .ruler import task_of
@@ -149,23 +149,18 @@ def draw(found: dict[str, tuple[float, list[Row]]], figure: Path) -> None:
     axes[0, 0].set_yticks(range(len(names)), [f"{part}: {value}" for part, value in names])
     axes[0, 0].invert_yaxis()
     drawn.supxlabel("points against SnapKV, 95 % intervals; colour: survives Holm's correction", fontsize=8)
-    figure.parent.mkdir(parents=True, exist_ok=True)
-    drawn.savefig(figure, dpi=130)
-    plt.close(drawn)
+    save(drawn, figure)
 
 
 def main(argv: list[str]) -> None:
-    parser = new_parser("ablation", __doc__)
-    parser.add_argument("models", nargs="*", choices=[[], *MODELS], help="default: all")
-    parser.add_argument("--tables-only", action="store_true", help="of the answers that are there")
-    parser.add_argument("--out", type=path, default=RESULTS, help="folder")
+    parser = tasks_parser("ablation", __doc__, MODELS)
     parser.add_argument("--figure", type=path, default=FIGURE, help="file of the figure")
     given = parser.parse_args(argv)
     torch.set_num_threads(1)
     found = {}
     for name, (_, window, makers) in MODELS.items():
         file = given.out / f"ablation_{name}.json"
-        is_asked = name in (given.models or MODELS) and not given.tables_only
+        is_asked = name in (given.tasks or MODELS) and not given.tables_only
         if not is_asked and not file.exists():
             continue
         tasks, asked = [make() for make in makers], cells(window)

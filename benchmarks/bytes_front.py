@@ -170,7 +170,7 @@ def plot(task: Task, points: list[Point], path: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    parser = tasks_parser("bytes_front", __doc__, MODELS)
+    parser = tasks_parser("bytes_front", __doc__, MODELS, "--questions")
     given = parser.parse_args(argv)
     torch.set_num_threads(1)
     for name in given.tasks or MODELS:

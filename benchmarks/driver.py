@@ -4,13 +4,16 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvcompress.bench.flags import add_flags
 from kvcompress.bench.results import Results, about, page, say, settle
 from kvcompress.command_line import Parser, exit_code
 from kvcompress.files import check_output, write_text
 from kvcompress.flag_types import path
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FOLDER = Path("benchmarks/results")
 RESULTS = Path(__file__).parent / "results"  # in any working directory
@@ -30,13 +33,22 @@ def speed_parser(name: str, doc: str, **defaults: Any) -> argparse.ArgumentParse
     return new_parser(name, doc, "--threads", "--clock", "--resume", **where, **defaults)
 
 
-def tasks_parser(name: str, doc: str, tasks: Iterable[str]) -> argparse.ArgumentParser:
+def tasks_parser(name: str, doc: str, tasks: Iterable[str], *flags: str) -> argparse.ArgumentParser:
     """Return the parser of a benchmark that answers questions of tasks and keeps the answers (method_cells.py)."""
-    this = new_parser(name, doc, "--questions")
+    this = new_parser(name, doc, *flags)
     this.add_argument("tasks", nargs="*", choices=[[], *tasks], help="default: all")
     this.add_argument("--tables-only", action="store_true", help="of the answers that are there")
     this.add_argument("--out", type=path, default=RESULTS, help="folder")
     return this
+
+
+def save(figure: "Figure", file: Path, dpi: int = 130) -> None:
+    """Write a figure of matplotlib's pyplot, and close it."""
+    import matplotlib.pyplot as plt
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=dpi)
+    plt.close(figure)
 
 
 def put(page_file: Path, benchmark: str, name: str, text: str) -> None:

@@ -39,18 +39,14 @@ def tables(folder: Path) -> Iterator[Table]:
                 ]
                 yield from _table(*REGIMES[name], name, own, f"python -m benchmarks.verdict {name}", drops)
     for length, questions in ruler.QUESTIONS.items():
-        found, names = [], 0
-        for name in ruler.TASKS:
-            file = folder / "ruler_qwen2" / f"{name}_{length}.json"
-            if not file.exists():
-                continue
-            task = ruler.task_of(name, length, questions)
-            answers = Answers(file, task.identity)
-            if ruler.is_whole(task, answers):
-                names += 1
-                found += [(task, answers, cell) for cell in cells_of(task, list(kvcompress.list_methods()))]
-        if found:
-            name = f"RULER, {names} tasks, {length} tokens"
+        files = {name: folder / "ruler_qwen2" / f"{name}_{length}.json" for name in ruler.TASKS}
+        asked = [(ruler.task_of(name, length, questions), file) for name, file in files.items() if file.exists()]
+        answered = [(task, Answers(file, task.identity)) for task, file in asked]
+        whole = [(task, answers) for task, answers in answered if ruler.is_whole(task, answers)]
+        if whole:
+            methods = list(kvcompress.list_methods())
+            found = [(task, answers, cell) for task, answers in whole for cell in cells_of(task, methods)]
+            name = f"RULER, {len(whole)} tasks, {length} tokens"
             yield from _table(*OF_RULER, name, found, f"python -m benchmarks.ruler {length}", False)
 
 

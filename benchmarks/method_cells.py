@@ -39,6 +39,7 @@ class Column:
         return cls(f"{ratio:g}", ratio)
 
 
+RULERS = ("full", "hindsight", "random")  # references for the other methods, in this order
 BY_RATIO = tuple(map(Column.of, RATIOS))
 FULL = Column("full")
 

@@ -24,7 +24,7 @@ from lmms_eval_plugins.report.metrics import headroom
 from lmms_eval_plugins.report.numbers import near, share, shares
 
 from .driver import start, tasks_parser
-from .method_cells import FULL, Answers, Cell, Column, Protocol, Task, cells_of, compute
+from .method_cells import FULL, RULERS, Answers, Cell, Column, Protocol, Task, cells_of, compute
 from .method_tasks import TASKS
 
 RESAMPLES = 10_000
@@ -56,7 +56,6 @@ class Estimate:
         return text if self.layers is None else f"{text} ({share(np.mean(self.layers))})"
 
 
-RULERS = ("full", "hindsight", "random")  # references for the other methods, in this order
 Rows = dict[str, dict[str, Estimate]]  # method -> title of a column -> accuracy
 
 
@@ -168,7 +167,7 @@ def wrapped(text: str) -> str:
 
 
 def main(argv: list[str]) -> None:
-    parser = tasks_parser("method_table", __doc__, TASKS)
+    parser = tasks_parser("method_table", __doc__, TASKS, "--questions")
     parser.add_argument(
         "--methods", nargs="+", type=label, metavar="NAME", help="answered besides full, hindsight and random (all)"
     )

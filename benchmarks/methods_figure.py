@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcompress.flag_types import path
 
-from .driver import RESULTS, new_parser, start
+from .driver import RESULTS, new_parser, save, start
 
 FIGURE = Path(__file__).parent.parent / "docs" / "images" / "methods-compared.png"
 TITLES = {
@@ -87,9 +87,7 @@ def draw(panels: dict[str, Panel], path: Path) -> None:
         axis.set_yticks(range(len(methods)), methods, fontsize=7)
         axis.tick_params(length=0)
         axis.spines[:].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path, dpi=110)
 
 
 def main(argv: list[str]) -> None:

@@ -30,7 +30,7 @@ from lmms_eval_plugins.report.significance import ALPHA, holm, paired_test
 from lmms_eval_plugins.text.tasks import quiet
 
 from .driver import RESULTS, new_parser, start
-from .method_cells import FULL, Answers, Cell, Column, Protocol, Task, cells_of, compute
+from .method_cells import FULL, RULERS, Answers, Cell, Column, Protocol, Task, cells_of, compute
 from .pretrained import export
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ QUESTIONS = {1024: 20, 4096: 8}  # length of the prompts, in tokens at most -> q
 RATIOS = (0.3, 0.1)  # of every method
 LARGER, BEST, WORST = 0.5, 12, 5  # how many of the best and worst at 0.3 are asked at a larger ratio
 SMALLER, ABOVE = 0.05, 80.0  # methods above so many percent at 0.1 are asked at a smaller ratio
-RULERS = ("full", "hindsight", "random")
 PROTOCOL = Protocol("query-aware", {"scope": "prompt", "first_token": "compressed"}, tuple(map(Column.of, RATIOS)))
 RESAMPLES = 10_000
 
@@ -192,7 +191,7 @@ def rows_of(tasks: list[Task], answers: dict[str, Answers], ratio: float) -> dic
         found = [(answers[task.name], cell_at(task, method, ratio), task.questions) for task in tasks]
         right = [scores.of(cell, questions) if cell else [] for scores, cell, questions in found]
         if all(len(one) == questions for one, (_, _, questions) in zip(right, found, strict=True)):
-            kept = [np.mean(scores.kept.get(cell.key, 1.0)) for scores, cell, _ in found]
+            kept = [1.0 if cell.column == FULL else np.mean(scores.kept[cell.key]) for scores, cell, _ in found]
             rows[method] = Row(method, [100 * one.mean() for one in right], np.concatenate(right), float(np.mean(kept)))
 
     def place(row: Row) -> tuple[int, float]:

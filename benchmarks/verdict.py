@@ -38,7 +38,7 @@ from kvcompress.flag_types import path
 from kvcompress.tokens import TokenMethod
 from lmms_eval_plugins.report.significance import ALPHA, Comparison, holm, paired_test
 
-from .driver import RESULTS, new_parser, start
+from .driver import save, start, tasks_parser
 from .method_cells import Answers, Cell, Column, Protocol, Task, cells_of, compute
 from .method_tasks import TASKS
 
@@ -227,16 +227,11 @@ def draw(regimes: dict[str, Regime], figure: Path) -> None:
         "Holm's correction; green: hindsight)",
         fontsize=8,
     )
-    figure.parent.mkdir(parents=True, exist_ok=True)
-    drawn.savefig(figure, dpi=130)
-    plt.close(drawn)
+    save(drawn, figure)
 
 
 def main(argv: list[str]) -> None:
-    parser = new_parser("verdict", __doc__)
-    parser.add_argument("tasks", nargs="*", choices=[[], *REGIMES], help="default: all")
-    parser.add_argument("--tables-only", action="store_true", help="of the answers that are there")
-    parser.add_argument("--out", type=path, default=RESULTS, help="folder")
+    parser = tasks_parser("verdict", __doc__, REGIMES)
     parser.add_argument("--figure", type=path, default=FIGURE, help="file of the figure")
     given = parser.parse_args(argv)
     torch.set_num_threads(1)

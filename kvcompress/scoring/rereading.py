@@ -2,8 +2,6 @@
 
 import torch
 
-AT_ONCE = {"cpu": 1 << 18}  # logits, few enough to stay in its cache; elsewhere 1 << 26
-
 
 def received(
     queries: torch.Tensor,
@@ -34,8 +32,9 @@ def received(
     """
     batch, kv_heads, fed, _ = fed_keys.shape
     groups, width = queries.shape[1] // kv_heads, keys.shape[2] + fed
-    rows = 1 if queries.device.type == "cpu" else batch
-    block = block or max(16, AT_ONCE.get(queries.device.type, 1 << 26) // (rows * queries.shape[1] * width))
+    is_cpu = queries.device.type == "cpu"
+    rows, most = (1, 1 << 18) if is_cpu else (batch, 1 << 26)  # logits at a time; a CPU keeps them in its cache
+    block = block or max(16, most // (rows * queries.shape[1] * width))
     best = torch.full((batch, kv_heads, groups, keys.shape[2]), -torch.inf, device=keys.device)
     for first in range(0, batch, rows):
         own = slice(first, first + rows)

@@ -45,7 +45,7 @@ class Choice:
     def __str__(self) -> str:
         found = f"{self.method} at {exact(self.ratio)}: {signed(self.difference)} points"
         found += f" [{signed(self.low)}, {signed(self.high)}]"
-        return found if self.is_enough else f"all {self.methods} methods lose more; best is {found}"
+        return found if self.is_enough else f"none: the best of {self.methods} methods loses more, {found}"
 
     def as_data(self) -> dict[str, Any]:
         return {**asdict(self), "text": str(self), "is_enough": self.is_enough}
@@ -81,9 +81,10 @@ def choose(
 
 
 def best_methods(scores: Mapping[tuple[str, float], Numbers]) -> list[str]:
-    """Return the `BEST` methods by the mean over the ratios that all have, best first, then `hindsight` if it is
-    there."""
+    """Return the `BEST` methods by the mean over the ratios that all have (if there is none, over each one's own),
+    best first, then `hindsight` if it is there."""
     frame = pd.Series({key: float(np.mean(own)) for key, own in scores.items()}).unstack()
-    means = frame.dropna(axis="columns").mean(axis="columns").sort_values(ascending=False, kind="stable")
+    common = frame.dropna(axis="columns")
+    means = (frame if common.empty else common).mean(axis="columns").sort_values(ascending=False, kind="stable")
     chosen = [method for method in means.index if method not in NOT_CHOSEN][:BEST]
     return [*chosen, *(["hindsight"] if "hindsight" in means.index else [])]

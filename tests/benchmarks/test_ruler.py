@@ -94,7 +94,7 @@ def test_the_best_and_the_worst_are_asked_at_more_and_the_very_good_at_less(answ
     assert ruler.further(tasks, answers)[0.5] == ["hindsight", "random", "adakv", "snapkv", "keydiff"]
     assert "## 50% kept" not in ruler.report(1024, tasks, answers)
     for one in tasks:
-        answers[one.name].add(ruler.cell_at(one, "adakv", 0.5), [1] * QUESTIONS)
+        answers[one.name].add(ruler.cell_at(one, "adakv", 0.5), [1] * QUESTIONS, [[0.5] * QUESTIONS])
     assert "## 50% kept\n\nThe best 12 and the worst 1 at 30%." in ruler.report(1024, tasks, answers)
 
 

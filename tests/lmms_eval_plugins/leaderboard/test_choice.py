@@ -38,7 +38,7 @@ def test_a_method_that_is_only_good_where_it_was_chosen_does_not_pass():
     scores = {("lucky", 0.5): lucky, ("b", 0.5): wrong(2), ("c", 0.5): wrong(3)}
     found = choose(scores, FULL)
     assert (found.method, found.difference, found.is_enough) == ("lucky", -20.0, False)
-    assert str(found).startswith("all 3 methods lose more; best is lucky at 0.5: -20.0 points [")
+    assert str(found).startswith("none: the best of 3 methods loses more, lucky at 0.5: -20.0 points [")
 
 
 def test_references_are_not_chosen_and_clusters_stay_whole():
@@ -60,6 +60,11 @@ def test_the_best_methods_are_those_with_the_best_mean_and_hindsight_is_the_last
     scores = {(f"m{place}", ratio): wrong(place) for place in range(10) for ratio in (0.5, 0.2)}
     scores |= {("hindsight", 0.5): wrong(0), ("hindsight", 0.2): wrong(0)}
     assert best_methods(scores) == [*(f"m{place}" for place in range(8)), "hindsight"]
+
+
+def test_the_best_methods_are_found_without_a_ratio_that_all_have():
+    scores = {("a", 0.5): wrong(2), ("b", 0.2): wrong(1), ("c", 0.1): wrong(3)}
+    assert best_methods(scores) == ["b", "a", "c"]
 
 
 def table(**changed):
