@@ -15,6 +15,7 @@ import torch
 import kvcompress
 from kvcompress.bench.results import about, page
 from kvcompress.bench.timing import table
+from kvcompress.errors import KVCompressError
 from kvcompress.files import write_text
 
 from .driver import start, tasks_parser
@@ -186,6 +187,8 @@ def main(argv: list[str]) -> None:
             for cell, storage in cells
             if len(right := answers.of(cell, task.questions))
         ]
+        if not any(point.kind == "full" for point in points):
+            raise KVCompressError(f"{answers.path} has no answers of today's full cache: run without --tables-only")
         text = report(task, points)
         write_text(base.with_suffix(".md"), text)
         plot(task, points, base.with_suffix(".png"))
