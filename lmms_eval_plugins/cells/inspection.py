@@ -63,7 +63,7 @@ def check_integrity(
     """
     from lmms_eval.protocol import ChatMessages
 
-    from ..model.media import read_messages
+    from ..model.prompts import read_messages
 
     for task in tasks:
         docs, counted, broken = task.eval_docs, {"image": 0, "video": 0}, []

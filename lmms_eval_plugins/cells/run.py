@@ -94,7 +94,7 @@ def evaluate_cell(lm: "KVCompressLM", job: Job) -> None:
 
 def score_again(job: Job, answers: KeptAnswers) -> None:
     """Score the answers of an earlier run and write the cell's folder, as `evaluate_cell` does but without a model."""
-    from ..model.answered import AnsweredLM
+    from ..model.answerer import AnsweredLM
 
     say(f"scoring the answers of an earlier run: {job.folder.name}")
     lm = AnsweredLM(job.plan.arguments, answers.rows)

@@ -1,7 +1,5 @@
 """Answer a prepared batch with the compressed model, and measure it as if nothing were reused from another cell."""
 
-import contextlib
-import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,23 +7,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from lmms_eval.api.instance import Instance
 from loguru import logger
 from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvcompress
+from kvcompress import KVCompressError
+from kvcompress.bench.cost import launches_bind
 from kvcompress.device import synchronise
+from kvcompress.hooks.model import text_decoder, writing_part
 from kvcompress.hooks.prefix_cache import PrefixCache
 from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.measure import Measurement
 
-from .advice import static_advice
 from .arguments import Compression, make_compression
-from .batch_size import PeakOfTensors
 from .batches import Batch, BatchStore, EncodedCalls
 from .generation import Generation
 from .kept_tokens import KeptSets
 from .prompts import on_device
-from .vision_tower import VisionTower, tensor_bytes
+from .reduced_inputs import TokensOf
+from .vision_tower import VisionTower
 
 WARM_UP_TOKENS = 4
 # cache_implementation -> its counterpart in CPU memory.
@@ -76,6 +77,56 @@ class Answers:
     kept: KeptSets | None
     reused_tokens: int | None = None
     in_slots: InSlots | None = None
+
+    def row(self, request: Instance, batch: Batch, place: int) -> dict[str, Any]:
+        """Return the measurements of one request, that of row `place`.
+
+        Times and peak memory are the batch's; KV bytes are the row's share of it. A request in flight is a batch of its
+        own, but for the peaks, which are the run's. Where a prefix cache spared a part of the prefill, there is no time
+        to first token; of a request in flight, whose tokens wait for other prefills, none per token with such a cache.
+        The realised ratio is a share of the prompt before its pictures were shrunk or left out."""
+        _, _, _, doc_id, task, split = request.args
+        measured, tower, prompt, batch_size = self.measured, self.tower, self.prompt, len(self.texts)
+        in_slots = self.in_slots
+        if in_slots is None:
+            peak_kv_bytes = max(measured.kv_bytes_prompt, measured.kv_bytes_end)
+            # Where a pass is kept or was, other things lie in memory than where it just runs.
+            peak_memory_bytes = None if prompt.prompt_pass or self.reused_tokens else measured.peak_memory_bytes
+        else:
+            peak_kv_bytes, peak_memory_bytes = in_slots.peak_kv_bytes, in_slots.peak_memory_bytes
+        beams = len(measured.realised_ratios[0]) // batch_size
+        whole = batch.whole[place] or TokensOf(measured.tokens_in[place], measured.vision_tokens[place])
+        shown = measured.tokens_in[place] / whole.all
+        return {
+            "task": task,
+            "doc_id": doc_id,
+            "split": split,
+            "batch_size": batch_size,
+            "slots": None if in_slots is None else in_slots.slots,
+            "waited_s": None if in_slots is None else in_slots.waited_s,
+            "ttft_s": None if self.reused_tokens else measured.ttft_s,
+            "vision_s": tower.seconds,
+            "vision_is_known": tower.is_known,
+            "prompt_is_known": prompt.is_known,
+            "tpot_s": None if in_slots is not None and self.reused_tokens is not None else measured.tpot_s,
+            "tokens_in": whole.all,
+            "tokens_out": measured.tokens_out[place],
+            "vision_tokens": whole.vision,
+            "reused_tokens": None if self.reused_tokens is None else self.reused_tokens // batch_size,
+            "images": batch.media[place][0],
+            "videos": batch.media[place][1],
+            "kv_bytes_prompt": measured.kv_bytes_prompt // batch_size,
+            "kv_bytes_end": measured.kv_bytes_end // batch_size,
+            "kv_held_bytes": (measured.kv_bytes_prompt - measured.kv_room_bytes) // batch_size,
+            "kv_room_bytes": measured.kv_room_bytes // batch_size,
+            "realised_ratio": [shown * layer[place * beams] for layer in measured.realised_ratios],
+            "peak_kv_bytes": peak_kv_bytes,
+            "peak_memory_bytes": peak_memory_bytes,
+            "share_s": self.seconds / batch_size,
+            # What was done when memory ran out.
+            "on_oom": "halve_batch" if in_slots is not None and in_slots.halved else None,
+            "shows": batch.shows[place].hex(),
+        }
 
 
 class Answering:
@@ -219,25 +270,6 @@ class Answering:
         ttft_s = measured.ttft_s + tower.correction_s + prompt.correction_s
         return tokens, replace(measured, ttft_s=ttft_s, peak_memory_bytes=max(peaks)), kept
 
-    def try_batch(self, batch: Batch, kwargs: dict[str, Any]) -> int | None:
-        """Return the peak bytes of answering a batch, or None if it runs out of memory. It generates a few tokens with
-        room for all, stores nothing, and does not count as the cell's warm-up."""
-        device, few = self.model.device, {**kwargs, "max_new_tokens": min(kwargs["max_new_tokens"], WARM_UP_TOKENS)}
-        on_gpu = device.type == "cuda"
-        before = torch.cuda.memory_allocated(device) if on_gpu else -tensor_bytes(dict(batch.inputs))
-        try:
-            inputs = on_device(batch.inputs, device)
-            tower, prompt = VisionTower(self.model, {}), SharedPrompt(self.model, room=0)
-            with contextlib.nullcontext() if on_gpu else PeakOfTensors() as counted:
-                _, measured, _ = self.generate(inputs, few, tower, prompt, room_for=kwargs["max_new_tokens"])
-            return (measured.peak_memory_bytes if on_gpu else counted.peak) - before
-        except torch.OutOfMemoryError:
-            pass
-        # After the `except` block, whose traceback would keep the tensors that did not fit alive.
-        gc.collect()
-        torch.cuda.empty_cache()
-        return None
-
     @property
     def can_offload(self) -> bool:
         """Whether this kind of KV cache can be offloaded to CPU memory."""
@@ -265,3 +297,40 @@ class Answering:
         if self.model.device.type != "cpu":
             return 0
         return self.batches.nbytes + (0 if self.prefixes is None else self.prefixes.nbytes)
+
+
+def static_advice(model: PreTrainedModel, compression: Compression, measured: Measurement) -> str | None:
+    """Return a line that recommends fixed shapes, or None.
+
+    They are recommended if they work with the compression and the measured decode step is bound by launches
+    (kvcompress/bench/cost.py)."""
+    if compression.options.get("cache_implementation", "dynamic") != "dynamic" or measured.tpot_s is None:
+        return None
+    try:
+        make_compression(
+            compression.method,
+            compression.ratio,
+            compression.budget,
+            **{**compression.options, "cache_implementation": "static"},
+        )
+    except KVCompressError:
+        return None
+    layers, weights = decoded_with(model)
+    if not launches_bind(layers, weights, measured.kv_bytes_prompt, model.device):
+        return None
+    return (
+        f"{len(measured.tokens_out)} rows, {weights / 1e9:.2g} GB of weights and {measured.kv_bytes_prompt / 1e9:.2g} "
+        f"GB of cache keep this GPU busy for less time than launching a step's kernels takes: with "
+        "cache_implementation=static a step is one graph, which the first answer compiles"
+    )
+
+
+def decoded_with(model: PreTrainedModel) -> tuple[int, int]:
+    """Return the decoder's number of layers, and the bytes of weights that a decode step reads.
+
+    These include the weights of the logits and, in a mixture of experts, all experts."""
+    decoder, head = text_decoder(model), writing_part(model).get_output_embeddings()
+    looked_up = {id(parameter) for parameter in decoder.get_input_embeddings().parameters()}
+    read = [parameter for parameter in decoder.parameters() if id(parameter) not in looked_up]
+    read += [] if head is None else head.parameters()
+    return decoder.config.num_hidden_layers, sum(parameter.nbytes for parameter in read)

@@ -29,7 +29,6 @@ from kvcompress import KVCompressError
 from kvcompress.calibration.files import BUNDLED as BUNDLED_CALIBRATIONS
 from kvcompress.errors import plain_number, shown, unknown_name
 
-from .batch_size import number_of_slots, number_or_auto
 from .input_methods import INPUT_METHODS, Chosen, choose, method_info, method_options, options_of_cache
 
 # Defaults where questions are not timed one by one:
@@ -59,6 +58,28 @@ TEMPLATE_NAME = re.compile(r"[a-z]\w{,98}", re.ASCII | re.IGNORECASE)
 PROSE = ("system_prompt",)  # text of any kind
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 LLAVA_ONEVISION_ARGUMENTS = ("mm_spatial_pool_stride", "mm_spatial_pool_mode", "tile_every_image")
+
+
+def number_or_auto(value: Any) -> int | str:
+    """Parse a batch size, `auto` or `auto:N` from a command line. Raises KVCompressError."""
+    if isinstance(value, str) and re.fullmatch(r"auto(:[1-9][0-9]{0,5})?", value):
+        return value
+    return _count("batch_size", value, "auto, nor auto:N")
+
+
+def number_of_slots(value: Any) -> int | str | None:
+    """Parse a number of slots or `auto` from a command line. Raises KVCompressError."""
+    return value if value in (None, "auto") else _count("slots", value, "auto")
+
+
+def _count(name: str, value: Any, others: str) -> int:
+    try:
+        number = plain_number(value, int)
+    except ValueError:
+        number = None
+    if not isinstance(number, int | float) or number < 1 or number != int(number):
+        raise KVCompressError(f"{name}={shown(value)} is neither a positive number, nor {others}")
+    return int(number)
 
 
 class Arguments(BaseModel):

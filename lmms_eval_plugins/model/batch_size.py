@@ -1,18 +1,29 @@
-"""`batch_size=auto`: as many prompts per batch as fit into memory."""
+"""How many requests a model answers together: as the arguments say, or with `auto` as many as fit into memory."""
 
-import re
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from lmms_eval.api.instance import Instance
+from lmms_eval.utils import Collator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvcompress import KVCompressError
-from kvcompress.errors import plain_number, shown
+from kvcompress.hooks.shared_prompt import SharedPrompt
+from kvcompress.inflight.loop import Limits
+
+from .answer_store import AnswerStore, key_of
+from .answering import WARM_UP_TOKENS, Answering
+from .arguments import ModelArguments
+from .batches import Batch
+from .generation import Generation
+from .prompts import DoNotBatch, on_device
+from .vision_tower import VisionTower, tensor_bytes
 
 MOST_SLOTS = 256
 MOST = 64  # prompts per batch, unless `max_batch_size` says otherwise
@@ -61,33 +72,6 @@ class PeakOfTensors(TorchDispatchMode):
             self.peak = max(self.peak, self._live)
 
 
-def number_or_auto(value: Any) -> int | str:
-    """Parse a batch size, `auto` or `auto:N` from a command line. Raises KVCompressError."""
-    if isinstance(value, str) and re.fullmatch(r"auto(:[1-9][0-9]{0,5})?", value):
-        return value
-    return _count("batch_size", value, "auto, nor auto:N")
-
-
-def number_of_slots(value: Any) -> int | str | None:
-    """Parse a number of slots or `auto` from a command line. Raises KVCompressError."""
-    return value if value in (None, "auto") else _count("slots", value, "auto")
-
-
-def _count(name: str, value: Any, others: str) -> int:
-    try:
-        number = plain_number(value, int)
-    except ValueError:
-        number = None
-    if not isinstance(number, int | float) or number < 1 or number != int(number):
-        raise KVCompressError(f"{name}={shown(value)} is neither a positive number, nor {others}")
-    return int(number)
-
-
-def searches(size: int | str) -> int:
-    """Return how often the batch size is searched for among prompts with the same settings: N of `auto:N`, else 1."""
-    return int(str(size).partition(":")[2] or 1)
-
-
 def largest_batch(try_batch: Callable[[int], int | None], room: int, most: int, may_fail: bool) -> int:
     """Return how many of the longest prompts fit in one batch.
 
@@ -125,3 +109,105 @@ def free_memory(device: torch.device) -> int:
 def room_for_a_batch(device: torch.device) -> int:
     """Return the bytes that a batch may take on `device`."""
     return int(free_memory(device) * SHARES.get(device.type, SHARES["cpu"]))
+
+
+class Sizes:
+    """Finds the sizes for one loaded model.
+
+    Attributes:
+        found: the sizes found for `batch_size=auto` in the last evaluation, by the index of their first batch.
+    """
+
+    def __init__(
+        self,
+        args: ModelArguments,
+        answering: Answering,
+        prepare: Callable[..., Batch],
+        wanted: Callable[[Instance], Generation],
+    ):
+        """`prepare` creates the model inputs of requests; `wanted` returns the generation arguments of a request."""
+        self._args, self._answering, self._prepare, self._wanted = args, answering, prepare, wanted
+        self._tokens: dict[tuple[str, int, bytes], int] = {}  # tokens of each question's prompt, as it is shown
+        self.found: dict[int, int] = {}
+
+    def shortness(self, request: Instance) -> int:
+        """Return a sort key that puts the longest prompt first: by text, or by tokens if sizes are automatic."""
+        if not self._args.fits_itself:
+            return -len(request.args[0])
+        _, _, _, doc_id, task, _ = request.args
+        key = (task, doc_id, self._answering.compression.chosen.identity)
+        if key not in self._tokens:
+            inputs = self._prepare([request], may_recall=False).inputs
+            self._tokens[key] = inputs["input_ids"].shape[1]
+        return -self._tokens[key]
+
+    def batches(self, order: Collator, store: AnswerStore | None) -> Iterable[list[Instance]]:
+        """Split sorted requests into batches. `store` keeps the sizes for later runs."""
+        size = self._args.batch_size
+        if isinstance(size, int):
+            return order.get_batched(n=size)
+        self.found, batches = {}, []
+        for alike in order.get_batched(n=len(order)):  # same generation arguments
+            searches = int(size.partition(":")[2] or 1)  # N of `auto:N`
+            step = -(-len(alike) // searches)
+            for start in range(0, len(alike), step):
+                part = alike[start : start + step]
+                rows = self._largest_batch(sorted(part, key=self.shortness), store)
+                self.found[len(batches)] = rows
+                batches += [part[first : first + rows] for first in range(0, len(part), rows)]
+        return batches
+
+    def _largest_batch(self, requests: list[Instance], store: AnswerStore | None) -> int:
+        """Return how many of these requests, longest first, fit into a batch.
+
+        An earlier run's size is reused, since its stored answers are those of whole batches."""
+        key, device = key_of(requests, b"batch size"), self._answering.model.device
+        if store is not None and store.knows(key):
+            return store.get(key)
+        kwargs = self._wanted(requests[0]).arguments
+        size = largest_batch(
+            lambda rows: self.try_batch(self._one_batch(requests[:rows]), kwargs),
+            room=room_for_a_batch(device),
+            most=min(len(requests), self._args.max_batch_size or MOST),
+            may_fail=device.type == "cuda",
+        )
+        if store is not None:
+            store.put(key, size)
+        return size
+
+    def _one_batch(self, requests: list[Instance]) -> Batch:
+        """Prepare a batch of this size for a trial; if shapes cannot mix, of the first request repeated."""
+        try:
+            return self._prepare(requests, may_recall=False)
+        except DoNotBatch:
+            return self._prepare(requests[:1] * len(requests), may_recall=False)
+
+    def limits(self, requests: list[Instance]) -> Limits:
+        """Return how many of these requests, longest first, may decode together."""
+        on_oom, most = "halve" if self._args.on_oom_in_force == "halve_batch" else "raise", len(requests)
+        if self._args.slots != "auto":
+            return Limits(min(self._args.slots, most), None, on_oom, self._args.prefill_tokens)
+        kwargs = self._wanted(requests[0]).arguments
+        one = self.try_batch(self._prepare(requests[:1], may_recall=False), kwargs)
+        left = 0 if one is None else room_for_a_batch(self._answering.model.device) - one
+        return Limits(1, None, on_oom) if left <= 0 else Limits(min(MOST_SLOTS, most), left / 2**30, on_oom)
+
+    def try_batch(self, batch: Batch, kwargs: dict[str, Any]) -> int | None:
+        """Return the peak bytes of answering a batch, or None if it runs out of memory. It generates a few tokens with
+        room for all, stores nothing, and does not count as the cell's warm-up."""
+        model, few = self._answering.model, {**kwargs, "max_new_tokens": min(kwargs["max_new_tokens"], WARM_UP_TOKENS)}
+        device = model.device
+        on_gpu = device.type == "cuda"
+        before = torch.cuda.memory_allocated(device) if on_gpu else -tensor_bytes(dict(batch.inputs))
+        try:
+            inputs = on_device(batch.inputs, device)
+            tower, prompt = VisionTower(model, {}), SharedPrompt(model, room=0)
+            with contextlib.nullcontext() if on_gpu else PeakOfTensors() as counted:
+                _, measured, _ = self._answering.generate(inputs, few, tower, prompt, room_for=kwargs["max_new_tokens"])
+            return (measured.peak_memory_bytes if on_gpu else counted.peak) - before
+        except torch.OutOfMemoryError:
+            pass
+        # After the `except` block, whose traceback would keep the tensors that did not fit alive.
+        gc.collect()
+        torch.cuda.empty_cache()
+        return None

@@ -4,26 +4,25 @@ Each is computed once and stored for the other cells of a grid, within a memory 
 questions about the same images and videos. A time to first token always includes the vision tower and the prefill; if
 they are reused, it includes the seconds that they took when they ran."""
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import chain
+from itertools import islice
 from typing import TypeVar
 
 import torch
-from lmms_eval.api.instance import Instance
-from loguru import logger
 from transformers import BatchFeature
 
 from kvcompress.hooks.shared_prompt import PromptPass
 
 from .kept_tokens import Shown
-from .media import ChatPrompt
-from .prompts import DoNotBatch, Shapes
+from .prompts import ChatPrompt
 from .reduced_inputs import TokensOf
 from .vision_tower import Encoded, tensor_bytes
 
-Answer = TypeVar("Answer")
+Item, Result = TypeVar("Item"), TypeVar("Result")
 # Outputs of the vision tower by call: ("image", 0) is the first `get_image_features`.
 EncodedCalls = dict[tuple[str, int], Encoded]
 
@@ -127,37 +126,28 @@ class BatchStore:
             self.prompt_room -= prompt_pass.nbytes
 
 
-Parts = list[tuple[list[int], Batch]]  # batches, each with the indices of its requests
+@contextmanager
+def ahead(function: Callable[[Item], Result], items: Iterable[Item], depth: int) -> Iterator[Iterator[Result]]:
+    """Compute `map(function, items)` in one background thread, at most `depth` results ahead of the consumer.
+
+    Results and exceptions come in the order of `map`. Leaving the context waits for the running call and starts no
+    other. A depth of 0 is `map` itself.
+    """
+    if depth == 0:
+        yield map(function, items)
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="look-ahead") as thread:
+        try:
+            yield _in_order(thread, function, iter(items), depth)
+        finally:
+            thread.shutdown(cancel_futures=True)
 
 
-@cache
-def say_in_parts(task: str) -> None:
-    """Warn once per task that its questions cannot share a batch."""
-    logger.warning(f"{task}: the processor cannot batch images or clips of different shapes; using smaller batches")
-
-
-def parts_of(requests: list[Instance], prepare: Callable[..., Batch]) -> Parts:
-    """Prepare the requests as one batch, or as one batch per shape if the processor cannot mix shapes."""
-    places = list(range(len(requests)))
-    try:
-        return [(places, prepare(requests))]
-    except DoNotBatch as error:
-        say_in_parts(requests[0].args[4])
-        alike: dict[Shapes, list[int]] = {}
-        for place, shapes in zip(places, error.shapes, strict=True):
-            alike.setdefault(shapes, []).append(place)
-        return [(part, prepare([requests[place] for place in part])) for part in alike.values()]
-
-
-def one_batch(requests: list[Instance], prepare: Callable[..., Batch]) -> Batch:
-    """Prepare a batch of this size to try whether it fits in memory; if shapes cannot mix, repeat the first request."""
-    try:
-        return prepare(requests, may_recall=False)
-    except DoNotBatch:
-        return prepare(requests[:1] * len(requests), may_recall=False)
-
-
-def in_order(places: list[list[int]], answers: list[list[Answer]]) -> list[Answer]:
-    """Merge the answers to a batch's parts in the order of its requests; `places` holds each part's indices."""
-    by_place = dict(zip(chain.from_iterable(places), chain.from_iterable(answers), strict=True))
-    return [by_place[place] for place in range(len(by_place))]
+def _in_order(
+    thread: ThreadPoolExecutor, function: Callable[[Item], Result], items: Iterator[Item], depth: int
+) -> Iterator[Result]:
+    waiting = deque(thread.submit(function, item) for item in islice(items, depth))
+    while waiting:
+        result = waiting.popleft().result()
+        waiting.extend(thread.submit(function, item) for item in islice(items, 1))
+        yield result

@@ -15,8 +15,7 @@ from kvcompress.cache.cache import CompressedCache
 from kvcompress.scoring.vision import vision_token_mask
 
 from .image_layout import Layout, layouts, painted, strips
-from .media import ChatPrompt
-from .prompts import ChatProcessor, on_device
+from .prompts import ChatProcessor, ChatPrompt, on_device
 
 LONGEST_SIDE = 768  # of a stored image
 JPEG_QUALITY = 82

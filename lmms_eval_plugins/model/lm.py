@@ -31,20 +31,18 @@ from .answer_store import AnswerStore, from_json, key_of, to_json
 from .answerer import Answerer, question
 from .answering import Answering, Answers
 from .arguments import Compression, check_slots, make_compression, parse_arguments
-from .batches import Batch, BatchStore, in_order, parts_of
+from .batch_size import Sizes
+from .batches import Batch, BatchStore, ahead
 from .fewshot import FewShot
 from .generation import Generation, check_one_sequence, generation_of
 from .in_flight import Flight, FlightRequest
 from .kept_tokens import Shown, record
 from .loading import device_of, load
-from .look_ahead import ahead
-from .measurements import log_averages, row_of, write_rows
-from .media import digest
-from .prompts import ChatProcessor
+from .measurements import log_averages, write_rows
+from .prompts import ChatProcessor, digest, in_order, parts_of
 from .ranks import Dealt, of_each_rank
 from .reduced_inputs import Reducer
 from .shared_media import SharedMedia, media_of
-from .sizes import Sizes
 
 WORTH_SHARING = 1.5  # questions per image or video, in the mean, from which on a prefix cache is worth its memory
 
@@ -363,8 +361,7 @@ class KVCompressLM(Answerer):
             self.cache_hook.add_partial("generate_until", (request.args[0], request.args[2]), text)
             if request.metadata.get("__padding_only__"):
                 continue
-            row = row_of(request, answers, place, batch.media[place], batch.whole[place])
-            self.rows.append({**row, "shows": batch.shows[place].hex(), "rank": self.rank, "answer": text})
+            self.rows.append({**answers.row(request, batch, place), "rank": self.rank, "answer": text})
             if self._has_overlay(request):
                 if place not in batch.shown:
                     batch.shown[place] = Shown.of(self.model, self.chat, batch.prompts[place], answers.inputs, place)

@@ -1,4 +1,4 @@
-"""Measurement rows, one per counted request, their summary, and their file."""
+"""The summary of measurement rows (`Answers.row`, one per counted request), and their file."""
 
 import json
 from collections.abc import Iterable
@@ -6,13 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lmms_eval.api.instance import Instance
 from lmms_eval.models.model_utils.gen_metrics import log_metrics
 
 from kvcompress.files import write_text
-
-from .answering import Answers
-from .reduced_inputs import TokensOf
 
 # The numbers in a row whose spread `summarise` reports.
 QUANTITIES = (
@@ -32,57 +28,6 @@ QUANTITIES = (
     "kv_room_bytes",
     "peak_memory_bytes",
 )
-
-
-def row_of(
-    request: Instance, answers: Answers, place: int, media: tuple[int, int], whole: TokensOf | None = None
-) -> dict[str, Any]:
-    """A request's measurements. Times and peak memory are the batch's; KV bytes are the row's share of it. A request in
-    flight is a batch of its own, but for the peaks, which are the run's. Where a prefix cache spared a part of the
-    prefill, there is no time to first token; of a request in flight, whose tokens wait for other prefills, none per
-    token with such a cache. `media`: its images and videos; `whole`: the tokens of the prompt before its pictures were
-    shrunk or left out, of which the realised ratio is then a share."""
-    _, _, _, doc_id, task, split = request.args
-    measured, tower, prompt, batch_size = answers.measured, answers.tower, answers.prompt, len(answers.texts)
-    in_slots = answers.in_slots
-    if in_slots is None:
-        peak_kv_bytes = max(measured.kv_bytes_prompt, measured.kv_bytes_end)
-        # Where a pass is kept or was, other things lie in memory than where it just runs.
-        peak_memory_bytes = None if prompt.prompt_pass or answers.reused_tokens else measured.peak_memory_bytes
-    else:
-        peak_kv_bytes, peak_memory_bytes = in_slots.peak_kv_bytes, in_slots.peak_memory_bytes
-    beams = len(measured.realised_ratios[0]) // batch_size
-    whole = whole or TokensOf(measured.tokens_in[place], measured.vision_tokens[place])
-    shown = measured.tokens_in[place] / whole.all
-    return {
-        "task": task,
-        "doc_id": doc_id,
-        "split": split,
-        "batch_size": batch_size,
-        "slots": None if in_slots is None else in_slots.slots,
-        "waited_s": None if in_slots is None else in_slots.waited_s,
-        "ttft_s": None if answers.reused_tokens else measured.ttft_s,
-        "vision_s": tower.seconds,
-        "vision_is_known": tower.is_known,
-        "prompt_is_known": prompt.is_known,
-        "tpot_s": None if in_slots is not None and answers.reused_tokens is not None else measured.tpot_s,
-        "tokens_in": whole.all,
-        "tokens_out": measured.tokens_out[place],
-        "vision_tokens": whole.vision,
-        "reused_tokens": None if answers.reused_tokens is None else answers.reused_tokens // batch_size,
-        "images": media[0],
-        "videos": media[1],
-        "kv_bytes_prompt": measured.kv_bytes_prompt // batch_size,
-        "kv_bytes_end": measured.kv_bytes_end // batch_size,
-        "kv_held_bytes": (measured.kv_bytes_prompt - measured.kv_room_bytes) // batch_size,
-        "kv_room_bytes": measured.kv_room_bytes // batch_size,
-        "realised_ratio": [shown * layer[place * beams] for layer in measured.realised_ratios],
-        "peak_kv_bytes": peak_kv_bytes,
-        "peak_memory_bytes": peak_memory_bytes,
-        "share_s": answers.seconds / batch_size,
-        # What was done when memory ran out.
-        "on_oom": "halve_batch" if in_slots is not None and in_slots.halved else None,
-    }
 
 
 def log_averages(rows: list[dict[str, Any]], seconds: float) -> None:

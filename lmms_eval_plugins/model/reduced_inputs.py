@@ -10,8 +10,7 @@ from kvcompress import KVCompressError
 from kvcompress.scoring.vision import vision_token_mask
 
 from .input_methods import Blind, Chosen
-from .media import ChatPrompt
-from .prompts import ChatProcessor, shapes_of
+from .prompts import ChatProcessor, ChatPrompt, shapes_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

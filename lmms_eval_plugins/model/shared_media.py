@@ -10,7 +10,7 @@ from lmms_eval.api.instance import Instance
 from lmms_eval.protocol import ChatMessages
 
 from .answerer import question
-from .media import digest
+from .prompts import digest
 
 
 class SharedMedia:

@@ -22,7 +22,7 @@ from lmms_eval_plugins.long_pack.documents import Document
 from lmms_eval_plugins.long_pack.drawing import COLORS, Canvas, TooSmall
 from lmms_eval_plugins.long_pack.needles import Haystack
 from lmms_eval_plugins.long_pack.prompts import Look, place_of
-from lmms_eval_plugins.model.media import read_messages
+from lmms_eval_plugins.model.prompts import read_messages
 from lmms_eval_plugins.tasks import long_pack as scoring
 
 SMALL = Look(picture_size=(140, 120), page_size=(300, 330), font_px=9, words=12)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lmms_eval_plugins.model import batch_size, sizes
+from lmms_eval_plugins.model import batch_size
 from lmms_eval_plugins.model.answer_store import AnswerStore
 from lmms_eval_plugins.model.batch_size import PeakOfTensors, free_memory, largest_batch
 from tests.support.checkpoints import image, load_lm, requests
@@ -86,15 +86,15 @@ def run(lm, **kwargs):
 
 def in_memory_of(rows: int, monkeypatch, lm) -> list[list[int]]:
     """As if so many rows fitted into memory; the lengths of the prompts of each batch that is tried."""
-    tried, original = [], lm.answering.try_batch
+    tried, original = [], lm.sizes.try_batch
 
     def try_batch(batch, kwargs):
         tried.append(batch.inputs["attention_mask"].sum(1).tolist())
         assert original(batch, kwargs) > 0
         return len(tried[-1])
 
-    monkeypatch.setattr(lm.answering, "try_batch", try_batch)
-    monkeypatch.setattr(sizes, "room_for_a_batch", lambda device: rows)
+    monkeypatch.setattr(lm.sizes, "try_batch", try_batch)
+    monkeypatch.setattr(batch_size, "room_for_a_batch", lambda device: rows)
     return tried
 
 
@@ -158,8 +158,8 @@ def test_a_trial_that_fails_says_so_and_leaves_the_model_usable(checkpoint, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(lm.answering, "generate", fail)
-        assert lm.answering.try_batch(batch, {"max_new_tokens": 4}) is None
-    took = [lm.answering.try_batch(batch, {"max_new_tokens": n, "do_sample": False}) for n in (64, 64_000)]
+        assert lm.sizes.try_batch(batch, {"max_new_tokens": 4}) is None
+    took = [lm.sizes.try_batch(batch, {"max_new_tokens": n, "do_sample": False}) for n in (64, 64_000)]
     lm.generate_until(requests(lm, DOCS[:2]))
     text = lm.model.config
     a_token = 2 * 4 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
@@ -171,8 +171,7 @@ def test_what_more_rows_take_is_predicted_by_one_and_two():
     docs = [{"text": "what word is it?", "images": [image(n, 192, 192)]} for n in range(6)]
     made = requests(lm, docs)
     one, two, six = (
-        lm.answering.try_batch(lm.prepare(made[:rows]), {"max_new_tokens": 16, "do_sample": False})
-        for rows in (1, 2, 6)
+        lm.sizes.try_batch(lm.prepare(made[:rows]), {"max_new_tokens": 16, "do_sample": False}) for rows in (1, 2, 6)
     )
     assert six == pytest.approx(one + 5 * (two - one), rel=0.15)
     assert two > 1.5 * one

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from lmms_eval_plugins.model import in_flight, sizes
+from lmms_eval_plugins.model import batch_size, in_flight
 from lmms_eval_plugins.model.answer_store import AnswerStore
 from lmms_eval_plugins.model.batch_size import MOST_SLOTS
 from tests.support.checkpoints import image, load_lm, requests, write_video
@@ -233,18 +233,18 @@ def test_where_memory_does_not_suffice_slots_are_halved_or_the_run_ends(checkpoi
 def test_auto_takes_what_is_left_beside_one_request(checkpoint, monkeypatch):
     lm = load_lm(checkpoint("qwen2-vl"), slots="auto", look_ahead=0, **CELL)
     made = asked(lm)
-    monkeypatch.setattr(lm.answering, "try_batch", lambda batch, kwargs: 1000)
+    monkeypatch.setattr(lm.sizes, "try_batch", lambda batch, kwargs: 1000)
     for room, slots, kv_bytes in ((2**40, len(DOCS), 2**40 - 1000), (1000, 1, None), (999, 1, None)):
-        monkeypatch.setattr(sizes, "room_for_a_batch", lambda device, room=room: room)
+        monkeypatch.setattr(batch_size, "room_for_a_batch", lambda device, room=room: room)
         limits = lm.sizes.limits(made)
         assert (limits.slots, limits.on_oom) == (slots, "halve")
         assert limits.kv_gb == (None if kv_bytes is None else kv_bytes / 2**30)
-    monkeypatch.setattr(sizes, "room_for_a_batch", lambda device: 2**40)
+    monkeypatch.setattr(batch_size, "room_for_a_batch", lambda device: 2**40)
     assert lm.sizes.limits(made * MOST_SLOTS).slots == MOST_SLOTS
     lm.generate_until(made)
     slot = max(row["kv_bytes_end"] for row in lm.rows)
     lm.reset_rows()
-    monkeypatch.setattr(sizes, "room_for_a_batch", lambda device: 1000 + int(2.5 * slot))
+    monkeypatch.setattr(batch_size, "room_for_a_batch", lambda device: 1000 + int(2.5 * slot))
     lm.generate_until(made)
     assert max(row["slots"] for row in lm.rows) == 2
 

@@ -15,7 +15,7 @@ from kvcompress.hooks.model import text_decoder
 from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.identity import fingerprint
 from lmms_eval_plugins.cells.plan import Plan
-from lmms_eval_plugins.model import weights
+from lmms_eval_plugins.model import loading
 from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT, parse_arguments
 from lmms_eval_plugins.model.lm import KVCompressLM
 from tests.support.checkpoints import image, requests, save_checkpoint
@@ -103,8 +103,8 @@ def test_an_unknown_quantization_names_the_valid_ones():
 
 @pytest.mark.parametrize("name", ["quanto-int8", "torchao-int8", "bnb-int4"])
 def test_a_missing_package_is_one_line_that_says_how_to_get_it(monkeypatch, name):
-    package, _ = weights.PACKAGES[name.split("-")[0]]
-    monkeypatch.setitem(weights.PACKAGES, name.split("-")[0], (package, lambda: False))
+    package, _ = loading.PACKAGES[name.split("-")[0]]
+    monkeypatch.setitem(loading.PACKAGES, name.split("-")[0], (package, lambda: False))
     with pytest.raises(KVCompressError, match=f"^quantization='{name}' needs.*pip install {package}$"):
         KVCompressLM(pretrained="tiny", device="cpu", quantization=name)
 
@@ -112,7 +112,7 @@ def test_a_missing_package_is_one_line_that_says_how_to_get_it(monkeypatch, name
 def test_torchao_int4_without_a_gpu_names_what_runs():
     pytest.importorskip("torchao")
     with pytest.raises(KVCompressError, match=r"CUDA GPU.*here: cpu, bfloat16.*quanto-int4"):
-        weights.quantization_config("torchao-int4", "cpu", "bfloat16")
+        loading.quantization_config("torchao-int4", "cpu", "bfloat16")
 
 
 def checkpoint_that_says(folder, **quantization) -> str:

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from lmms_eval_plugins.model.answered import AnsweredLM
+from lmms_eval_plugins.model.answerer import AnsweredLM
 from lmms_eval_plugins.model.arguments import ModelArguments
 
 
