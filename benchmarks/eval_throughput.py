@@ -26,10 +26,10 @@ import kvcompress
 from kvcompress.bench.standalone import CLOCKS
 from kvcompress.bench.timing import short, table
 from kvcompress.flag_types import label, whole
-from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.plan import Job, Plan
 from lmms_eval_plugins.cells.results import SAMPLES_FILE
 from lmms_eval_plugins.cells.run import evaluate_cell, load_model, measured_line, quiet
+from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.model.arguments import make_compression
 from lmms_eval_plugins.model.generation import generation_of
 from lmms_eval_plugins.model.lm import KVCompressLM

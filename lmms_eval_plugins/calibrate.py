@@ -16,8 +16,8 @@ from kvcompress.calibration import command as core
 from kvcompress.command_line import exit_code, key_values
 from kvcompress.flag_types import label
 
-from .cells.command_line import BUNDLED_MODEL
 from .cells.errors import UsageError
+from .cells.request import BUNDLED_MODEL
 
 if TYPE_CHECKING:
     from lmms_eval.api.task import Task

@@ -7,15 +7,18 @@ results of every cell are complete on disk, with 2 for bad input, with 1 for any
 signal's number after Ctrl-C (130), SIGTERM or SIGHUP.
 """
 
+import argparse
+import json
 import os
+import re
+from pathlib import Path
 
 from kvcompress.command_line import exit_code, fail, leave
 from kvcompress.errors import KVCompressError
+from kvcompress.flag_types import NUMBER, fraction, shown, whole
 
 from .cells.cell_log import CellLog
-from .cells.command_line import flag_parser, parse
-from .cells.errors import DamagedFile, EvaluationFailed
-from .cells.failures import TaskFailures, run_tasks
+from .cells.errors import DamagedFile, EvaluationFailed, UsageError
 from .cells.inspection import show_config
 from .cells.listing import main as list_command
 from .cells.machine import (
@@ -30,7 +33,28 @@ from .cells.machine import (
 )
 from .cells.names import check_names
 from .cells.plan import Plan, check_folders
+from .cells.processes import TaskFailures, run_tasks
+from .cells.request import BUNDLED_MODEL, USAGE, Request, arguments_of, check_known, flag_parser
 from .cells.run import evaluate_cells, load_model, quiet, score_again
+
+# Flag -> the model argument that it sets.
+AS_ARGUMENTS = {
+    "batch_size": "batch_size",
+    "max_batch_size": "max_batch_size",
+    "device": "device",
+    "system_instruction": "system_prompt",
+    "apply_chat_template": "chat_template",
+}
+
+# In the demo only 13 to 18 text tokens follow the image, so SnapKV's usual window of 32 would reach into the image;
+# 8 does not. Batches of 4 take half the time of single questions and give the same answers.
+DEMO = ["tiny_textvqa", "tiny", "full,streamingllm,snapkv,random", "0.5,0.2,0.1,0.05"]
+DEMO_LIMIT = 250
+DEMO_OVERLAYS = 12  # enough to look at in a report
+# KVCache-Factory's benchmarks use kernel 7 and max pooling with that window.
+DEMO_ARGUMENTS = {"window_size": 8, "kernel_size": 7, "pooling": "max", "batch_size": 4}
+
+HUB_ID = re.compile(r"(\w([\w.-]*\w)?/)?\w([\w.-]{,94}\w)?", re.ASCII)
 
 parser = flag_parser  # used by shell completion
 
@@ -99,7 +123,7 @@ def run(plan: Plan, argv: list[str]) -> int:
         with settled():
             evaluate_cells(lm, unanswered, failures, log)
     if rank() == 0:
-        from .report.folder import report
+        from .report.table import report
 
         complete = [job for job in jobs if job.incomplete is None]
         for folder, settings in {job.folder.parent: job.cell.settings for job in complete}.items():
@@ -110,6 +134,110 @@ def run(plan: Plan, argv: list[str]) -> int:
     failures.raise_all()
     log.check()
     return 0
+
+
+# -- the command line
+
+
+def _parsed(argv: list[str]) -> argparse.Namespace:
+    parser = flag_parser()
+    flags, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        check_known(unknown[0], list(parser._option_string_actions))
+    bare, name = "--apply_chat_template", flags.apply_chat_template
+    is_short = 0 < sum("=" not in word for word in flags.words) < 4
+    if isinstance(name, str) and bare in argv and (is_short or "=" in name):
+        # The flag swallowed one of the four words, or a key=value, as its NAME.
+        place = argv.index(bare)
+        flags = _parsed([*argv[:place], *argv[place + 1 :]])
+        flags.apply_chat_template = True
+    return flags
+
+
+def parse(argv: list[str]) -> Request:
+    """Parse the command line into a `Request`; without TASK, that of the demo. Raises UsageError."""
+    flags = _parsed(argv)
+    words, arguments = flags.words, {}
+    if not words or "=" in words[0]:
+        words, arguments = [*DEMO, *words], dict(DEMO_ARGUMENTS)
+        flags.limit = DEMO_LIMIT if flags.limit is None else flags.limit
+        flags.overlays = DEMO_OVERLAYS if flags.overlays is None else flags.overlays
+    if len(words) < 4:
+        raise UsageError(f"{('MODEL', 'METHOD', 'RATIO')[len(words) - 1]} is missing; usage: {USAGE}")
+    tasks, model, methods, ratio = words[:4]
+    given = arguments_of(words[4:])
+    if "slots" in given:
+        arguments.pop("batch_size", None)  # the demo's
+    arguments |= given
+    for argument, position in (("pretrained", "MODEL"), ("method", "METHOD"), ("ratio", "RATIO")):
+        if argument in arguments:
+            raise UsageError(f"{argument}= is set by {position}; usage: {USAGE}")
+    for flag, argument in AS_ARGUMENTS.items():
+        if (value := getattr(flags, flag)) is not None and value is not True:
+            if argument in given:
+                raise UsageError(f"{argument}= is given twice: --{flag} also sets it")
+            arguments[argument] = value
+    if flags.wandb_log_samples and not flags.wandb_args:
+        raise UsageError("--wandb_log_samples needs --wandb_args")
+    flags.overlays = flags.overlays or 0
+    check_model(model)
+
+    has_ratio, has_budget = ratio != "-", "budget" in arguments
+    if (has_ratio and has_budget) or not (has_ratio or has_budget or "preset" in arguments):
+        raise UsageError("give either RATIO, or '-' for RATIO and budget=ENTRIES, or a preset= that sets one")
+    budgets = [_budget(item) for item in _items("budget", arguments.pop("budget"))] if has_budget else []
+    ratios = [_ratio(item) for item in _items("RATIO", ratio)] if has_ratio else []
+    metric, answer_filter = (str(arguments.pop(name)) if name in arguments else None for name in ("metric", "filter"))
+    tasks, methods = _items("TASK", tasks), _items("METHOD", methods)
+    return Request(tasks, model, methods, ratios, budgets, metric, answer_filter, arguments, flags)
+
+
+def _items(name: str, text: object) -> list[str]:
+    """Return the unique items of a comma-separated list. Raises UsageError if it is empty."""
+    items = list(dict.fromkeys(item.strip() for item in str(text).split(",") if item.strip()))
+    if not items:
+        raise UsageError(f"{name} {str(text)!r} is an empty list; usage: {USAGE}")
+    return items
+
+
+def _ratio(text: str) -> float:
+    try:
+        return fraction(text)
+    except argparse.ArgumentTypeError:
+        meaning = "it is the fraction of the prompt's KV entries to keep"
+        if NUMBER.fullmatch(text):
+            raise UsageError(f"RATIO {text:.80} is not in (0, 1]: {meaning}") from None
+        raise UsageError(f"RATIO {shown(text)} is not a number: {meaning}") from None
+
+
+def _budget(text: str) -> int:
+    try:
+        return whole(1)(text)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"budget={error}") from None
+
+
+def check_model(model: str) -> None:
+    """Raise UsageError for a MODEL that cannot name a model. Whether a hub id exists is not checked."""
+    local = os.path.expanduser(model)
+    if model == BUNDLED_MODEL:
+        return
+    if os.path.isdir(local):
+        config = os.path.join(local, "config.json")
+        if not os.path.isfile(config):
+            raise UsageError(f"MODEL {shown(model)} is a folder without config.json, so it holds no model")
+        try:
+            is_config = isinstance(json.loads(Path(config).read_text(encoding="utf-8")), dict)
+        except (OSError, ValueError, RecursionError):  # ValueError: neither UTF-8 nor JSON
+            is_config = False
+        if not is_config:
+            raise UsageError(f"MODEL {shown(model)}: its config.json is damaged: it holds no JSON object")
+    elif os.path.isfile(local):
+        raise UsageError(f"MODEL {shown(model)} is a file: give the folder of a checkpoint in transformers' format")
+    elif not HUB_ID.fullmatch(model) or "--" in model or ".." in model or model.endswith(".git"):
+        raise UsageError(
+            f"MODEL {shown(model)} is neither a folder, nor a hub id such as org/name, nor {BUNDLED_MODEL!r}"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:

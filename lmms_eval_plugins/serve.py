@@ -6,7 +6,7 @@ The command is the core's; here MODEL may also be `tiny`, the bundled model.
 from kvcompress.command_line import exit_code
 from kvcompress.serve.command import parser, serve
 
-from .cells.command_line import BUNDLED_MODEL
+from .cells.request import BUNDLED_MODEL
 
 __all__ = ["main", "parser"]
 

@@ -19,8 +19,9 @@ from kvcompress.policy.make import make_policy
 from kvcompress.policy.options import Engine
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import machine
-from lmms_eval_plugins.cells.command_line import BUNDLED_MODEL, literal, parse
 from lmms_eval_plugins.cells.plan import Plan
+from lmms_eval_plugins.cells.request import BUNDLED_MODEL, literal
+from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.model.arguments import TINY_MODEL, ModelArguments, make_compression
 from lmms_eval_plugins.model.generation import GenerationArguments
 from lmms_eval_plugins.sweep.__main__ import main as sweep_main
@@ -35,11 +36,11 @@ PLUGIN = "lmms_eval_plugins"
 BENCH = "kvcompress.bench"
 # command -> (module with its parser, the parser's name, words that are right, what must not be reached)
 COMMANDS = {
-    "run_eval": (f"{PLUGIN}.cells.command_line", "flag_parser", FOUR, f"{PLUGIN}.evaluate.run"),
+    "run_eval": (f"{PLUGIN}.cells.request", "flag_parser", FOUR, f"{PLUGIN}.evaluate.run"),
     "run_sweep": (f"{PLUGIN}.sweep.__main__", "parser", [DEMO], f"{PLUGIN}.sweep.__main__.quiet"),
     "reproduce": (f"{PLUGIN}.reproduce.__main__", "parser", ["tiny"], f"{PLUGIN}.reproduce.grid.run_all"),
     "metrics": (f"{PLUGIN}.report.metrics_command", "parser", ["."], f"{PLUGIN}.report.metrics_tables.load_grid"),
-    "table": (f"{PLUGIN}.report.table_command", "parser", ["."], f"{PLUGIN}.report.folder.report"),
+    "table": (f"{PLUGIN}.report.table_command", "parser", ["."], f"{PLUGIN}.report.table.report"),
     "heatmap": (f"{PLUGIN}.report.heatmap_command", "parser", ["."], f"{PLUGIN}.report.heatmap.question_rows"),
     "long_pack": (f"{PLUGIN}.long_pack.__main__", "parser", ["--out", "x"], f"{PLUGIN}.long_pack.__main__.write"),
     "report": (

@@ -23,22 +23,17 @@ if TYPE_CHECKING:
 WITHOUT_EFFECT = (
     "__init__.py",
     "cell_log.py",
-    "command_line.py",
     "contents.py",
     "errors.py",
-    "failures.py",
-    "hub_upload.py",
     "identity.py",
     "kept_tokens_file.py",
     "listing.py",
     "machine.py",
-    "methods_asked.py",
     "names.py",
     "plan.py",
     "processes.py",
     "progress.py",
     "results.py",
-    "wandb_runs.py",
     "yaml_files.py",
 )
 

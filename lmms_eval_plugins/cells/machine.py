@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from kvcompress.flag_types import shown
 
-from .command_line import BUNDLED_MODEL, Request
 from .errors import EvaluationFailed, UsageError
+from .request import BUNDLED_MODEL, Request
 
 if TYPE_CHECKING:
     from ..model.arguments import ModelArguments

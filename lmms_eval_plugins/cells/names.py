@@ -1,22 +1,29 @@
-"""Find the names of tasks, methods and arguments in the text of files, so that a misspelt name is reported at once:
-importing lmms-eval takes ten seconds, and importing the core four."""
+"""The names of tasks, methods and arguments. They are found in the text of files, so that a misspelt one is reported at
+once: importing lmms-eval takes ten seconds, and importing the core four."""
 
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from kvcompress.command_line import called
-from kvcompress.errors import nearest, shown
+from kvcompress.errors import KVCompressError, MissingFile, nearest, shown
 
-from .command_line import Request
 from .errors import UsageError
-from .methods_asked import GROUPS
+from .request import Request
 from .yaml_files import read_yaml
 
+Checked = TypeVar("Checked")
+
+GROUPS = {
+    "all": "every method",
+    "all-kv": "those that compress the KV cache, including `full`",
+    "all-tokens": "those that drop vision tokens",
+}
 PLUGIN = Path(__file__).parents[1]
 INPUT_METHODS = PLUGIN / "model" / "input_methods.py"
 # Prefix of a task of lm-evaluation-harness if lmms-eval has a task of the same name.
@@ -90,6 +97,48 @@ def check_names(request: Request) -> None:
     for argument in request.arguments:
         if argument not in arguments and (near := nearest(argument, arguments)):
             raise UsageError(f"there is no argument {shown(argument)}{near}")
+
+
+def asked_for(names: Iterable[str]) -> dict[str, bool]:
+    """Return each requested method -> whether it was named itself, not by a group. `full` comes first in a group."""
+    from kvcompress.methods import list_methods, method_name
+    from kvcompress.tokens import TokenMethod
+
+    found: dict[str, bool] = {}
+    for name in names:
+        key = method_name(name)
+        if key not in GROUPS:
+            found[key] = True
+            continue
+        of_group = [
+            info.name
+            for info in list_methods().values()
+            if key == "all" or issubclass(info.cls, TokenMethod) == (key == "all-tokens")
+        ]
+        for each in sorted(of_group, key=lambda each: (each != "full", each)):
+            found.setdefault(each, False)
+    return found
+
+
+def able(
+    asked: dict[str, bool], check: Callable[[str], Checked], leaves_out: bool
+) -> tuple[dict[str, Checked], dict[str, str], dict[str, str]]:
+    """Return the methods that pass `check` with its results, and why others fail: first those named, then a group's.
+
+    Raises KVCompressError if no method is left, or if one requested by name fails; with `leaves_out`, a named method
+    that only lacks a file is left out instead.
+    """
+    passing, named, of_group = {}, {}, {}
+    for method, by_name in asked.items():
+        try:
+            passing[method] = check(method)
+        except KVCompressError as error:
+            if by_name and not (leaves_out and isinstance(error, MissingFile)):
+                raise
+            (named if by_name else of_group)[method] = str(error)
+    if not passing:
+        raise KVCompressError(next(iter({**named, **of_group}.values())))
+    return passing, named, of_group
 
 
 def lm_eval_folder() -> Path | None:

@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..text.run import applies_template
 from ..text.tasks import TextTask, TextTasks, text_identity
-from .command_line import BUNDLED_MODEL, DEFAULT_SEEDS, Request
 from .data import DEFAULT_DATA_ROOT, check_choice, check_task, data_identity, find_tasks, limited, load_tasks
 from .errors import UsageError, leave_out
-from .evaluator_flags import REASONING_TAGS
 from .identity import fingerprint, task_identity
 from .inspection import check_integrity, set_examples, write_out
 from .kept_answers import KeptAnswers, read_kept_answers
 from .kept_tokens_file import kept_tokens_damage, overlays_asked
 from .machine import check_device, check_model_is_local, is_offline, rank
-from .methods_asked import able, asked_for
-from .names import canonical, is_lm_eval
+from .names import able, asked_for, canonical, is_lm_eval
+from .request import BUNDLED_MODEL, DEFAULT_SEEDS, REASONING_TAGS, Request
 from .results import Cell, incomplete_reason
 
 if TYPE_CHECKING:

@@ -23,11 +23,11 @@ from ..text.run import evaluate_text
 from ..text.tasks import TextTask
 from .data import filter_names, limited, working_directory
 from .errors import EvaluationFailed
-from .failures import TaskFailures, left_out_of_a_group
 from .kept_answers import KeptAnswers, answers_file, write_kept_answers
 from .kept_tokens_file import IMAGES_FOLDER, write_kept_tokens
 from .machine import rank, say
 from .plan import Job
+from .processes import TaskFailures, left_out_of_a_group
 from .progress import Grid
 from .results import dumps, incomplete_reason, new_cell, number_of, score_key, write_cell
 from .scoring import JudgeWatch, scorers_watched

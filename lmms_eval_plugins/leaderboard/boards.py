@@ -10,13 +10,12 @@ import pandas as pd
 
 from ..cells.results import exact
 from ..report.against import against
-from ..report.appearance import colour, markers
+from ..report.appearance import colour, markers, score_scale
 from ..report.html.data import CELL_NUMBERS, number, same_answers, test_data
 from ..report.html.groups import Group, question_frames
 from ..report.numbers import kept
 from ..report.short_answers import warning
 from ..report.significance import mean_interval
-from ..report.table import score_scale
 from .choice import best_methods, choose
 from .protocol import definition, holds_full, protocol_of, regime, variant
 from .rerun import command_of

@@ -17,7 +17,7 @@ from kvcompress.files import UNFINISHED
 
 from ..cells.results import RESULTS_FILE, Cell, DamagedFile, dumps, number_of, read_cell, score_key
 from ..model.input_methods import method_options
-from ..report.headline import headline
+from ..report.table import headline
 from . import plausible
 from .protocol import holds_full, protocol_of
 

@@ -1,7 +1,9 @@
-"""Colours and markers of methods, the same in every plot, page and leaderboard."""
+"""How methods and scores look, the same in every table, plot, page and leaderboard."""
 
 from collections.abc import Mapping
 from zlib import crc32
+
+import pandas as pd
 
 # Six colours of Okabe and Ito, which colour-blind people can tell apart, and four more. The full cache is black.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f00", "#a6611a", "#5a7d9a")
@@ -31,3 +33,30 @@ def markers(methods: Mapping[str, str]) -> dict[str, str]:
         of_colour[colour(method)] = place + 1
         found[series] = MARKERS[place % len(MARKERS)]
     return found
+
+
+def short_names(frame: pd.DataFrame) -> tuple[list[str], str]:
+    """Return each row's method with the options that not all rows of the method share; and the shared options in one
+    text: `first_token=compressed; adakv, snapkv: window_size=8`."""
+    shared = {
+        method: [option for option in rows.iloc[0] if all(option in own for own in rows)]
+        for method, rows in frame.groupby("method", sort=False)["options"]
+    }
+    names = [
+        " ".join([row.method, *(option for option in row.options if option not in shared[row.method])])
+        for row in frame.itertuples()
+    ]
+    methods_of: dict[str, list[str]] = {}
+    for method, option in ((method, option) for method, own in shared.items() for option in own):
+        methods_of.setdefault(option, []).append(method)
+    options_of: dict[str, list[str]] = {}
+    compressed = set(shared) - {"full"}
+    for option, methods in methods_of.items():
+        whose = "" if compressed and compressed.issubset(methods) else ", ".join(methods) + ": "
+        options_of.setdefault(whose, []).append(option)
+    return names, "; ".join(whose + " ".join(options_of[whose]) for whose in sorted(options_of))
+
+
+def score_scale(frame: pd.DataFrame) -> int:
+    """Return 100 for scores in [0, 1], which are shown in percent; 1 for sums, such as MME's, or scores out of 100."""
+    return 1 if (frame["score"].astype(float) > 1).any() else 100

@@ -14,9 +14,9 @@ from kvcompress import KVCompressError
 from ..cells.errors import UsageError
 from ..cells.results import RESULTS_FILE, DamagedFile, exact, read_cell
 from .against import MARGIN, against
+from .appearance import score_scale
 from .clusters import cluster_of
 from .draws import pooled
-from .headline import Headline, by_question, headline, seconds, tokens_out
 from .metrics import (
     Headroom,
     area_under_curve,
@@ -30,7 +30,7 @@ from .metrics import (
     speed_up,
 )
 from .numbers import kept, near, share
-from .table import KEPT, cell_row, score_scale
+from .table import KEPT, Headline, by_question, cell_row, headline
 
 GROUP = ["task", "model", "settings"]  # only cells of one group are compared with each other
 
@@ -304,3 +304,16 @@ def _series(group: pd.DataFrame, name: str) -> pd.DataFrame:
         which = "names several series" if len(cells) else "is not a series"
         raise UsageError(f"{name!r} {which} of {group['task'].iloc[0]}; the series are: {names}")
     return cells
+
+
+def seconds(sample: dict[str, Any]) -> float:
+    """Return the seconds of a question's answer, or of all its answers together; NaN if a part was not timed."""
+    measured = sample.get("measurements", [sample["measurement"]])
+    if any(row["ttft_s"] is None or (row["tpot_s"] is None and row["tokens_out"] > 1) for row in measured):
+        return math.nan
+    return sum(row["ttft_s"] + (row["tpot_s"] or 0) * (row["tokens_out"] - 1) for row in measured)
+
+
+def tokens_out(sample: dict[str, Any]) -> int:
+    """Return the tokens of a question's answer, or of all its answers together."""
+    return sum(row["tokens_out"] for row in sample.get("measurements", [sample["measurement"]]))

@@ -23,10 +23,10 @@ from kvcompress.flag_types import shown
 from ..cells.errors import EvaluationFailed, UsageError, leave_out
 from ..cells.results import RESULTS_FILE, DamagedFile, exact, read_cell
 from . import terminal
-from .headline import by_question, headline
+from .appearance import short_names
 from .numbers import fixed, kept
 from .plots import plain
-from .table import KEPT, cell_row, short_names
+from .table import KEPT, by_question, cell_row, headline
 from .terminal import fitted
 
 MOST_VALUES = 40  # of a column: more would not be legible

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from .numbers import fixed, near
+from .appearance import score_scale, short_names
+from .numbers import fixed, near, share
 from .short_answers import warning
-from .table import asked, by_layer, note, score_scale, score_text, scores_by_size, short_names, table_rows
+from .table import asked, by_layer, note, score_text, table_rows
 
 PREAMBLE = "% needs \\usepackage{booktabs,longtable}\n\n"
 MOST_ROWS = 40  # longer tables break over pages
@@ -52,6 +53,18 @@ def scores(frame: pd.DataFrame, title: str) -> str:
     )
     rows = [[escaped(series), *row] for series, row in zip(table.index, table.to_numpy().tolist(), strict=True)]
     return environment(["method", *map(escaped, table.columns)], rows, caption, above)
+
+
+def scores_by_size(frame: pd.DataFrame, scale: int) -> pd.DataFrame:
+    """Return scores as text, a row per series and a column per requested ratio or budget, the largest first. The share
+    kept follows in brackets if it differs. Missing cells are empty."""
+    sizes = {asked(row): (pd.isna(row.ratio), -row.size) for row in frame.itertuples()}  # budgets after ratios
+    columns = sorted(sizes, key=lambda size: sizes[size])
+    table = pd.DataFrame("", index=list(dict.fromkeys(frame["series"])), columns=columns, dtype=object)
+    for row in frame.itertuples():
+        other = "" if near(row.realised, row.ratio) else f" ({share(row.realised)})"
+        table.loc[row.series, asked(row)] = score_text(row, scale) + other
+    return table
 
 
 def _best(frame: pd.DataFrame, scale: int) -> list[tuple[str, str]]:

@@ -12,11 +12,12 @@ from rich.table import Table
 from ..cells.results import dumps
 from . import terminal
 from .against import columns, explanation
+from .appearance import score_scale, short_names
 from .gate import answered_blind, gate_lines
 from .grid import GROUP, curves, load_grid, overall, paired_tests
 from .numbers import fixed, kept, share
 from .short_answers import warning
-from .table import KEPT, print_warning, score_scale, short_names
+from .table import KEPT, print_warning
 from .terminal import fitted
 
 # Columns that a narrow terminal omits, the least important first.

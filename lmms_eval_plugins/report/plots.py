@@ -13,9 +13,8 @@ from matplotlib.figure import Figure
 
 from kvcompress.files import replacing
 
-from .appearance import colour, markers
+from .appearance import colour, markers, score_scale, short_names
 from .metrics import on_front
-from .table import score_scale, short_names
 
 MOST_COLOURED = 12  # series; if there are more, only those on the front are coloured and named
 SIZE = (6.6, 4.6)  # inches of the axes with their labels

@@ -26,7 +26,7 @@ def command(argv: list[str]) -> None:
     from kvcompress.files import check_output
 
     from ..cells.results import RESULTS_FILE
-    from .folder import report
+    from .table import report
 
     folders = {file.parent.parent for file in flags.folder.rglob(f"[!.]*/{RESULTS_FILE}")} or {flags.folder}
     for each in folders:

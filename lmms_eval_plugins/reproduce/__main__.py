@@ -13,8 +13,8 @@ from pathlib import Path
 from kvcompress.command_line import Parser, exit_code
 from kvcompress.flag_types import count_or_fraction, folder, label, path
 
-from ..cells.command_line import parse
 from ..cells.machine import check_environment
+from ..evaluate import parse
 
 
 def parser() -> argparse.ArgumentParser:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..cells.command_line import Request, parse
 from ..cells.errors import UsageError
 from ..cells.plan import Plan
+from ..cells.request import Request
 from ..cells.results import Cell, exact
+from ..evaluate import parse
 from ..model.arguments import ModelArguments
 from ..model.input_methods import method_info, method_options, size_of
 from .config import Benchmark, PaperMethod, PaperModel, Reproduction

@@ -11,9 +11,9 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 
 from kvcompress.errors import MOST, nearest, shown
 
+from ..cells.cell_log import METRICS
 from ..cells.errors import UsageError
 from ..cells.yaml_files import read_yaml
-from .trial import METRICS
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "sweeps"  # a link in a checkout, files in a wheel
 METHODS = ("grid", "random", "bayes")

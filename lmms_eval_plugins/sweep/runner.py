@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvcompress.errors import nearest
 
+from ..cells.cell_log import cell_values, log_results
 from ..cells.data import find_tasks
 from ..cells.errors import EvaluationFailed, UsageError
 from ..cells.results import DamagedFile
@@ -20,11 +21,9 @@ from .trial import (
     FLAGS,
     Evaluator,
     cell_folder,
-    log_results,
     method_options,
     option_owners,
     read_results,
-    trial_values,
     wandb_run,
 )
 
@@ -72,7 +71,7 @@ class Sweep:
     def finish(self, trial: Trial) -> None:
         """Log a trial whose cell is complete and record its value. Raises EvaluationFailed if it has none."""
         folder, metric = self.cell(trial), self.config.metric
-        values = trial_values(read_results(folder))
+        values = cell_values(read_results(folder))
         if metric not in values:
             raise EvaluationFailed(f"{folder} has no {metric}")
         # A fixed id per trial: if an interrupted sweep logs it twice, it is still one run online.

@@ -7,7 +7,9 @@ from rich.console import Console
 
 from kvcompress.files import write_text
 
+from ..cells.cell_log import cell_values
 from ..report import terminal
+from ..report.appearance import short_names
 from ..report.short_answers import warning
 from ..report.table import (
     DROPPABLE,
@@ -17,11 +19,10 @@ from ..report.table import (
     markdown_text,
     note,
     print_warning,
-    short_names,
     table_rows,
 )
 from .runner import Sweep, model_parameters
-from .trial import FLAGS, read_results, trial_values
+from .trial import FLAGS, read_results
 
 # Metrics that `table_rows` has no column for.
 FURTHER = ("throughput", "peak_memory_bytes", "accuracy_stderr")
@@ -57,7 +58,7 @@ def trial_rows(sweep: Sweep) -> pd.DataFrame:
         folder = sweep.cell(trial)
         if trial.is_told and folder not in rows:
             results = read_results(folder)
-            value = trial_values(results)[sweep.config.metric]
+            value = cell_values(results)[sweep.config.metric]
             rows[folder] = {**cell_row(results), "trial": trial, "value": value}
     frame = pd.DataFrame(list(rows.values()), columns=None if rows else ["task"])
     if sweep.config.method == "grid" or not rows:

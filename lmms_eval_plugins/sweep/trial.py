@@ -1,6 +1,5 @@
 """Run one trial: map its parameters to a cell, evaluate it unless its results are complete, and log it to wandb."""
 
-import hashlib
 import os
 import re
 from collections.abc import Iterator
@@ -11,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 from kvcompress.flag_types import shown
 
 from ..cells import results
-from ..cells.command_line import literal, parse
+from ..cells.cell_log import DEFAULT_PROJECT, log_results
 from ..cells.errors import EvaluationFailed, UsageError
 from ..cells.machine import number_of_processes, rank, set_offline
-from ..cells.methods_asked import GROUPS
+from ..cells.names import GROUPS
 from ..cells.plan import Plan, check_folders
 from ..cells.processes import evaluation
+from ..cells.request import literal
 from ..cells.run import evaluate_cell, load_model, quiet, score_again
+from ..evaluate import parse
 
 if TYPE_CHECKING:
     import wandb
@@ -27,19 +28,6 @@ if TYPE_CHECKING:
 
 # Parameters that are flags of the evaluation command; the others are arguments of the model or options of methods.
 FLAGS = ("limit", "gen_kwargs", "num_fewshot", "include_path", "data_root", "overlays")
-# The values that a trial logs and a sweep may optimise.
-METRICS = (
-    "accuracy",
-    "accuracy_stderr",
-    "throughput",
-    "ttft_s",
-    "tpot_s",
-    "kv_bytes",
-    "realised_ratio",
-    "peak_memory_bytes",
-)
-DEFAULT_PROJECT = "kvcompress"
-MAX_ARTIFACT_NAME = 128  # wandb's
 
 
 def trial_argv(parameters: dict[str, Any], output_path: Path) -> list[str]:
@@ -155,58 +143,6 @@ def read_results(folder: Path) -> dict[str, Any]:
         return results.read_results(folder)
     except FileNotFoundError:
         raise EvaluationFailed(f"no results in {folder}: machines that share a sweep need a shared folder") from None
-
-
-def trial_values(results: dict[str, Any]) -> dict[str, float]:
-    """Return the METRICS of a cell's results.json and its `samples`, leaving out missing ones.
-
-    `accuracy` is the task's headline metric, whatever its name. Times, bytes and memory are medians over questions.
-    `throughput` is the new tokens per second of generation, of one process and with batching.
-    """
-    from ..report.table import cell_row
-
-    row = cell_row(results)
-    values = {
-        "accuracy": row["score"],
-        "accuracy_stderr": row["stderr"],
-        "throughput": (results.get("throughput") or {}).get("avg_speed"),
-        "ttft_s": row["ttft_s"],
-        "tpot_s": row["tpot_s"],
-        "kv_bytes": row["kv_bytes"],
-        "realised_ratio": row["realised"],
-        "peak_memory_bytes": results["efficiency"].get("peak_memory_bytes", {}).get("median"),
-        "samples": row["samples"],
-    }
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def log_results(run: "wandb.Run", folder: Path) -> dict[str, float]:
-    """Log a complete cell to a wandb run: its values, protocol, environment and files. Returns the values."""
-    results = read_results(folder)
-    values = trial_values(results)
-    run.config.update(
-        {"protocol": results["protocol"], "environment": results["environment"], "results": str(folder)},
-        allow_val_change=True,
-    )
-    run.log(values)
-    run.log_artifact(results_artifact(folder))
-    return values
-
-
-def results_artifact(folder: Path) -> "wandb.Artifact":
-    """Return an artifact with a cell's results and samples under their path in the results folder, so that artifacts
-    downloaded into one folder form a results folder. A cell's artifact keeps its name; later results are new versions.
-    """
-    import wandb
-
-    place = Path(*folder.parts[-3:]).as_posix()
-    digest = hashlib.sha256(place.encode()).hexdigest()[:8]
-    readable = re.sub(r"[^A-Za-z0-9._-]", "_", place.replace("/", "-"))
-    artifact = wandb.Artifact(f"{readable[: MAX_ARTIFACT_NAME - 1 - len(digest)]}-{digest}", type="results")
-    for file in (results.RESULTS_FILE, results.SAMPLES_FILE):
-        # Upload in place: offline, wandb would otherwise copy each file into the user's home.
-        artifact.add_file(str(folder / file), f"{place}/{file}", policy="immutable", skip_cache=True)
-    return artifact
 
 
 @contextmanager

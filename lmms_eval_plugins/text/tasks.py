@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..cells.data import LIKELIHOODS, check_generation, data_error, data_identity, filter_names, working_directory
 from ..cells.errors import EvaluationFailed, UsageError
-from ..cells.evaluator_flags import REASONING_TAGS
 from ..cells.names import LM_EVAL, check_tasks, lm_eval_folder, lm_eval_tasks
+from ..cells.request import REASONING_TAGS
 
 if TYPE_CHECKING:
     from lm_eval.api.group import Group

@@ -8,7 +8,7 @@ import pytest
 
 from lmms_eval_plugins.model import loading
 from lmms_eval_plugins.model.arguments import TINY_MODEL, ModelArguments
-from lmms_eval_plugins.report import folder
+from lmms_eval_plugins.report import plots
 from tests.support.checkpoints import save_checkpoint
 
 _tiny_models: dict[str, object] = {}
@@ -42,7 +42,7 @@ def one_tiny_model(monkeypatch) -> None:
 def plots_not_drawn(monkeypatch) -> None:
     """The plots beside a table of cells are empty files; test_evaluate.py and report/test_table.py draw them."""
     for name in ("plot", "plot_throughput"):
-        monkeypatch.setattr(folder, name, lambda frame, title, path: path.touch())
+        monkeypatch.setattr(plots, name, lambda frame, title, path: path.touch())
 
 
 @pytest.fixture

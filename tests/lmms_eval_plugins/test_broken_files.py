@@ -15,9 +15,9 @@ from kvcompress.command_line import exit_code
 from kvcompress.errors import KVCompressError
 from kvcompress.speech.prompts import read_lines
 from lmms_eval_plugins import evaluate
-from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.cells.run import load_model
+from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.model.prompts import ChatPrompt
 from lmms_eval_plugins.reproduce.__main__ import main as reproduce_main
 from lmms_eval_plugins.reproduce.config import Benchmark, PaperMethod, PaperModel, Reproduction, load_config

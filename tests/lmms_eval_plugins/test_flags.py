@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lmms_eval_plugins import evaluate
-from lmms_eval_plugins.cells import hub_upload, machine
+from lmms_eval_plugins.cells import cell_log, machine
 from lmms_eval_plugins.model.lm import KVCompressLM
 
 from .test_evaluate import FOUR, clean_process, error_line, read  # noqa: F401 (a fixture that each test here uses)
@@ -159,8 +159,8 @@ def hub(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_token")
-    monkeypatch.setattr(hub_upload, "is_offline", lambda: False)
-    monkeypatch.setattr(hub_upload, "hub_is_reachable", lambda: True)
+    monkeypatch.setattr(cell_log, "is_offline", lambda: False)
+    monkeypatch.setattr(cell_log, "hub_is_reachable", lambda: True)
     monkeypatch.setattr(machine, "hub_is_reachable", lambda: True)
     return SimpleNamespace(sent=sent, api=Api)
 

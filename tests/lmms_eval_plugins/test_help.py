@@ -7,7 +7,7 @@ import pytest
 
 from kvcompress.bench.command import parser as bench
 from kvcompress.speech.command import parser as speech
-from lmms_eval_plugins.cells.command_line import flag_parser
+from lmms_eval_plugins.cells.request import flag_parser
 from lmms_eval_plugins.leaderboard.command import parser as leaderboard
 from lmms_eval_plugins.long_pack.__main__ import parser as long_pack
 from lmms_eval_plugins.report.heatmap_command import parser as heatmap

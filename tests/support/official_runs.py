@@ -16,7 +16,7 @@ from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells.identity import own_code
 from lmms_eval_plugins.cells.results import read_cell
 from lmms_eval_plugins.model.prompts import ChatProcessor
-from lmms_eval_plugins.report.headline import headline
+from lmms_eval_plugins.report.table import headline
 from tests.support.official_tasks import leaves, local_data
 
 # Each answer has six tokens: a shorter one would test little.
@@ -25,7 +25,7 @@ CELLS = ["tiny", "full,snapkv", "0.5", "--data-root", "data", "--gen_kwargs", GE
 BATCH, ROWS = 3, 4
 LIMIT_S = 300
 PRELOADED = (
-    "lmms_eval.evaluator", "lmms_eval_plugins.model.lm", "lmms_eval_plugins.report.folder", "nltk",
+    "lmms_eval.evaluator", "lmms_eval_plugins.model.lm", "lmms_eval_plugins.report.table", "nltk",
     "transformers.models.llava_onevision.modeling_llava_onevision",
 )  # fmt: skip
 

@@ -15,8 +15,8 @@ import pytest
 
 from kvcompress.__main__ import main as kvcompress_main
 from kvcompress.bench.contenders import MethodSpec
-from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.plan import Plan
+from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.reproduce.config import load_config
 from tests.support.docs import ROOT
 

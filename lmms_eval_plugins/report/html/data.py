@@ -13,13 +13,12 @@ from ...cells.errors import leave_out
 from ...cells.kept_tokens_file import IMAGES_FOLDER, needs, needs_kept, read_kept_tokens, shares
 from ...cells.results import DamagedFile, exact
 from ..against import MARGIN
-from ..appearance import colour, markers
+from ..appearance import colour, markers, score_scale
 from ..gate import gate_lines
 from ..grid import headrooms
 from ..metrics import loyalty
 from ..numbers import kept
 from ..short_answers import warning
-from ..table import score_scale
 from .groups import Group, against_full, with_questions
 
 MOST_QUESTIONS = 1000  # per group on the page; the files with all samples have no such limit

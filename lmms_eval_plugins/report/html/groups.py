@@ -15,8 +15,7 @@ from ...cells.errors import leave_out
 from ...cells.results import RESULTS_FILE, DamagedFile, dumps, read_cell
 from ..against import against
 from ..clusters import cluster_of
-from ..headline import by_question, headline
-from ..table import sweep_frame
+from ..table import by_question, headline, sweep_frame
 
 MOST_GOLD = 4  # accepted answers shown per question
 

@@ -20,13 +20,13 @@ from tqdm import tqdm
 from kvcompress import KVCompressError
 from kvcompress.files import check_output, replacing
 
-from ...cells.command_line import parse
 from ...cells.kept_tokens_file import shares, unpacked
 from ...cells.machine import check_environment, set_offline
 from ...cells.names import check_names
 from ...cells.plan import Plan
 from ...cells.results import Cell
 from ...cells.run import load_model
+from ...evaluate import parse
 from ...model.lm import KVCompressLM
 from ..appearance import colour, markers
 from ..numbers import kept

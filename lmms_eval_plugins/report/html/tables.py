@@ -5,10 +5,11 @@ from pathlib import Path
 from kvcompress.files import replacing, write_text
 
 from ..against import MARGIN, columns, explanation
+from ..appearance import score_scale
 from ..draws import pooled
-from ..latex import PREAMBLE, latex_tables
+from ..latex import PREAMBLE, latex_tables, scores_by_size
 from ..numbers import kept
-from ..table import KEPT, markdown, markdown_table, markdown_text, score_scale, scores_by_size
+from ..table import KEPT, markdown, markdown_table, markdown_text
 from .groups import Group, against_full, cells_table, samples_table, with_questions
 
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from kvcompress.errors import KVCompressError
-from lmms_eval_plugins.cells import command_line
-from lmms_eval_plugins.cells.command_line import parse
+from lmms_eval_plugins.cells.request import literal
+from lmms_eval_plugins.evaluate import parse
 
 FOUR = ["textvqa_val", "org/model", "snapkv", "0.2"]
 
@@ -103,7 +103,7 @@ def test_bad_input_is_one_line_that_names_it(argv, message):
     ("text", "value"), [("8", 8), ("-1", -1), ("0.5", 0.5), ("true", True), ("False", False), ("avg", "avg")]
 )
 def test_literals(text, value):
-    result = command_line.literal(text)
+    result = literal(text)
     assert result == value
     assert type(result) is type(value)
 

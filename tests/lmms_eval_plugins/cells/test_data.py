@@ -9,8 +9,8 @@ import pytest
 from kvcompress.errors import KVCompressError
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import data
-from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.plan import Plan
+from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.tasks import BUNDLED_TASKS
 
 from ..test_evaluate import FOUR, clean_process, error_line, read  # noqa: F401 (a fixture that each test here uses)

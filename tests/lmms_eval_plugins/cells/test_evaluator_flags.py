@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvcompress.errors import KVCompressError
-from lmms_eval_plugins.cells.command_line import flag_parser, parse
-from lmms_eval_plugins.cells.evaluator_flags import REPLACED
 from lmms_eval_plugins.cells.plan import Plan
+from lmms_eval_plugins.cells.request import REPLACED, flag_parser
+from lmms_eval_plugins.evaluate import parse
 
 FOUR = ["tiny_textvqa", "tiny", "snapkv", "0.2"]
 # A value that each flag with a value takes; the others take a 3.

@@ -12,8 +12,8 @@ import torch
 from kvcompress import device
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import machine
-from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.errors import EvaluationFailed
+from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.model.batch_size import free_memory
 
 from ..test_evaluate import FOUR, clean_process, error_line, read  # noqa: F401 (a fixture that each test here uses)

@@ -8,10 +8,9 @@ import kvcompress
 from kvcompress.errors import KVCompressError
 from kvcompress.tokens import TokenMethod
 from lmms_eval_plugins import evaluate
-from lmms_eval_plugins.cells.command_line import parse
-from lmms_eval_plugins.cells.methods_asked import GROUPS, asked_for
-from lmms_eval_plugins.cells.names import check_names
+from lmms_eval_plugins.cells.names import GROUPS, asked_for, check_names
 from lmms_eval_plugins.cells.plan import Plan
+from lmms_eval_plugins.evaluate import parse
 
 pytestmark = pytest.mark.usefixtures("one_tiny_model", "plots_not_drawn")
 

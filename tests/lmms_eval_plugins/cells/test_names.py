@@ -9,7 +9,7 @@ import pytest
 import kvcompress
 from kvcompress.errors import KVCompressError
 from lmms_eval_plugins.cells import names
-from lmms_eval_plugins.cells.command_line import parse
+from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.model.arguments import LEGACY_ARGUMENTS, ModelArguments
 from lmms_eval_plugins.model.input_methods import INPUT_METHODS, method_options
 

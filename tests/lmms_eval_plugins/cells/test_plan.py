@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from kvcompress import KVCompressError
-from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.data import check_generation
 from lmms_eval_plugins.cells.identity import fingerprint
 from lmms_eval_plugins.cells.plan import Plan
+from lmms_eval_plugins.evaluate import parse
 
 FOUR = ["tiny_textvqa", "tiny", "snapkv", "0.2"]
 

@@ -13,7 +13,7 @@ import torch
 from kvcompress import command_line
 from kvcompress.command_line import exit_code
 from kvcompress.errors import KVCompressError
-from lmms_eval_plugins.cells import failures, processes
+from lmms_eval_plugins.cells import processes
 from lmms_eval_plugins.cells.errors import EvaluationFailed
 
 RANKS = """
@@ -78,7 +78,7 @@ import os, sys, time
 from kvcompress import command_line
 from kvcompress.command_line import exit_code
 from lmms_eval_plugins.cells.errors import EvaluationFailed
-from lmms_eval_plugins.cells.failures import TaskFailures
+from lmms_eval_plugins.cells.processes import TaskFailures
 
 def evaluate(argv):
     failures, rank = TaskFailures(argv), os.environ["RANK"]
@@ -102,7 +102,7 @@ sys.exit(exit_code(evaluate, sys.argv[1:], "cells"))
 
 def test_ranks_are_started_again_without_the_task_that_ended_them(started, monkeypatch, capfd):
     monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-c", TASKS])
-    assert failures.run_tasks(2, ["missing", "a", "broken", "b"]) == 1
+    assert processes.run_tasks(2, ["missing", "a", "broken", "b"]) == 1
     out, err = capfd.readouterr()
     assert out.split("did ")[-2:] == ["a\n", "b\n"], "the last ranks have done all others"
     lines = err.splitlines()
@@ -116,20 +116,20 @@ def test_ranks_are_started_again_without_the_task_that_ended_them(started, monke
 
 def test_ranks_with_a_single_task_or_nothing_that_failed_are_started_once(started, monkeypatch, capfd):
     monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-c", TASKS])
-    assert failures.run_tasks(2, ["a", "b"]) == 0
-    assert failures.run_tasks(2, ["missing"]) == 1
+    assert processes.run_tasks(2, ["a", "b"]) == 0
+    assert processes.run_tasks(2, ["missing"]) == 1
     assert capfd.readouterr().err.splitlines() == ["error: missing: no data"]
     assert len(started) == 4
 
 
 def test_of_what_ranks_say_the_first_is_the_reason(tmp_path, monkeypatch):
     for pid, (at, task) in enumerate(((2.0, "later"), (1.0, "first"))):
-        monkeypatch.setattr(failures.os, "getpid", lambda pid=pid: pid)
-        monkeypatch.setattr(failures.time, "time", lambda at=at: at)
-        failures.leave(tmp_path, task, "no data" if task == "first" else "connection closed by peer")
-    assert failures.collect(tmp_path) == "first"
-    assert failures.read(tmp_path) == {"first": "no data"}
-    assert failures.collect(tmp_path) is None
+        monkeypatch.setattr(processes.os, "getpid", lambda pid=pid: pid)
+        monkeypatch.setattr(processes.time, "time", lambda at=at: at)
+        processes.leave(tmp_path, task, "no data" if task == "first" else "connection closed by peer")
+    assert processes.collect(tmp_path) == "first"
+    assert processes.failed_tasks(tmp_path) == {"first": "no data"}
+    assert processes.collect(tmp_path) is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmms_eval_plugins.cells import results
-from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.kept_tokens_file import SURVIVORS_FILE
 from lmms_eval_plugins.cells.plan import Job
 from lmms_eval_plugins.cells.results import Cell
+from lmms_eval_plugins.evaluate import parse
 
 CELL = Cell("textvqa_val", "org/model", "snapkv", ratio=0.2)
 FINGERPRINT = {"method": "snapkv", "code": "abc", "settings": {"limit": 2}}

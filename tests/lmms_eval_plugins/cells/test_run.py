@@ -7,8 +7,8 @@ import lmms_eval.evaluator
 import torch
 from transformers import LlamaConfig
 
-from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.run import as_one_process, environment, metric_tokens, run_lmms_eval
+from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.model.arguments import ModelArguments
 
 FOUR = ["tiny_textvqa", "tiny", "snapkv", "0.2"]

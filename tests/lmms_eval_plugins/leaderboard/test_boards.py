@@ -7,8 +7,8 @@ from itertools import combinations
 
 import pytest
 
-from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.plan import Plan
+from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.leaderboard.boards import leaderboard, rows_of
 from lmms_eval_plugins.leaderboard.protocol import holds_full, protocol_of, regime, variant
 from lmms_eval_plugins.leaderboard.rerun import command_of

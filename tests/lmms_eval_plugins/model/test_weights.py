@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from kvcompress import KVCompressError, compress
 from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.hooks.model import text_decoder
-from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.identity import fingerprint
 from lmms_eval_plugins.cells.plan import Plan
+from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.model import loading
 from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT, parse_arguments
 from lmms_eval_plugins.model.lm import KVCompressLM

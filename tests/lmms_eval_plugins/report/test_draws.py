@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvcompress import KVCompressError
-from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.cells.results import load_cells
+from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.report.draws import pooled
 from lmms_eval_plugins.report.html.groups import load_groups
 from lmms_eval_plugins.report.html.tables import markdown_group

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lmms_eval_plugins.report.headline import by_question, headline
+from lmms_eval_plugins.report.table import by_question, headline
 
 
 def cell(scores, questions=None, task="t", **more):

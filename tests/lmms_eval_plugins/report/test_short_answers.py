@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console
 
 from kvcompress.__main__ import main as kvcompress_main
-from lmms_eval_plugins.report import folder as report_folder
 from lmms_eval_plugins.report import metrics_command, table
 from lmms_eval_plugins.report.html.data import page_data
 from lmms_eval_plugins.report.html.groups import load_groups
@@ -63,7 +62,7 @@ def folder(tmp_path):
 
 def printed(folder):
     out = io.StringIO()
-    files = report_folder.report(folder, console=Console(file=out, width=100))
+    files = table.report(folder, console=Console(file=out, width=100))
     return out.getvalue().splitlines(), files[0].read_text().splitlines()
 
 

@@ -8,9 +8,8 @@ from rich.console import Console
 
 from lmms_eval_plugins.cells import results
 from lmms_eval_plugins.cells.results import Cell
-from lmms_eval_plugins.report import folder as report_folder
 from lmms_eval_plugins.report import plots, table
-from lmms_eval_plugins.report.appearance import colour
+from lmms_eval_plugins.report.appearance import colour, short_names
 from lmms_eval_plugins.report.table_command import main
 
 TASK = "textvqa_val"
@@ -23,7 +22,7 @@ PLOT = plots.plot
 @pytest.fixture(autouse=True)
 def _plot_is_not_drawn(monkeypatch):
     """A plot takes a tenth of a second, and most of these tests read the table beside it."""
-    monkeypatch.setattr(report_folder, "plot", lambda frame, title, path: path.touch())
+    monkeypatch.setattr(plots, "plot", lambda frame, title, path: path.touch())
 
 
 def write_cell(
@@ -49,7 +48,7 @@ def write_cell(
 
 def run(folder, settings=None):
     out = io.StringIO()
-    files = report_folder.report(folder, settings, Console(file=out, width=160))
+    files = table.report(folder, settings, Console(file=out, width=160))
     return out.getvalue(), files
 
 
@@ -131,7 +130,7 @@ def test_the_throughput_plot_names_every_point_and_draws_the_front(tmp_path, mon
 def drawn(folder, monkeypatch):
     """The figures of a report, with PNGs beside the cells: score, then throughput."""
     figures = []
-    monkeypatch.setattr(report_folder, "plot", PLOT)
+    monkeypatch.setattr(plots, "plot", PLOT)
     monkeypatch.setattr(plots.plt, "close", figures.append)
     run(folder)
     return figures
@@ -197,7 +196,7 @@ def test_plot_draws_every_series_and_the_full_cache(tmp_path, monkeypatch):
     for method, ratio in (("snapkv", 0.1), ("snapkv", 0.5), ("full", 1.0), ("knorm", 0.2)):
         folder = write_cell(tmp_path, method, ratio)
     figures = []
-    monkeypatch.setattr(report_folder, "plot", PLOT)
+    monkeypatch.setattr(plots, "plot", PLOT)
     monkeypatch.setattr(plots.plt, "close", figures.append)
     _, files = run(folder)
     (axes,) = figures[0].axes
@@ -209,7 +208,7 @@ def test_plot_draws_every_series_and_the_full_cache(tmp_path, monkeypatch):
 
 def test_what_is_shown_is_text_wherever_it_is_shown(tmp_path, monkeypatch, capsys):
     """A bar ends no cell; nothing is markup of the terminal, a formula of the plot, or HTML."""
-    monkeypatch.setattr(report_folder, "plot", PLOT)
+    monkeypatch.setattr(plots, "plot", PLOT)
     odd = "a|b `c` <script>\n[/INST] $5 or $ \\ _x_ *y*"
     folder = write_cell(tmp_path, options={"pooling": odd}, settings={"system_prompt": odd})
     assert main([str(folder)]) == 0
@@ -255,7 +254,7 @@ def test_options_that_all_rows_of_a_method_share_stand_in_the_title_alone(tmp_pa
     write_cell(tmp_path, options={**protocol, "window_size": 8, "pooling": "max"})
     folder = write_cell(tmp_path, options={**protocol, "window_size": 8, "pooling": "avg"})
     frame = table.sweep_frame(results.load_cells(folder))
-    names, shared = table.short_names(frame)
+    names, shared = short_names(frame)
     assert names == ["full", "random", "snapkv pooling=avg", "snapkv pooling=max"]
     assert shared == "first_token=compressed; snapkv: window_size=8"
     printed = run(folder)[0]
@@ -289,7 +288,7 @@ def joined_cells(text, columns):
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 140])
 def test_no_name_and_no_share_is_cut_in_a_narrow_terminal(long_names, width):
     out = io.StringIO()
-    report_folder.report(long_names, console=Console(file=out, width=width))
+    table.report(long_names, console=Console(file=out, width=width))
     text = out.getvalue().split("written:")[0]
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
@@ -318,7 +317,7 @@ def test_batch_size_of_the_times_is_named(tmp_path):
 
 
 def test_a_folder_of_several_tasks_gets_the_table_of_each(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(report_folder, "plot", PLOT)
+    monkeypatch.setattr(plots, "plot", PLOT)
     folders = [write_cell(tmp_path / task) for task in ("one", "two")]
     assert main([str(tmp_path)]) == 0
     assert all((folder / "report.md").exists() for folder in folders)

@@ -8,7 +8,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from kvcompress.errors import KVCompressError
-from lmms_eval_plugins.cells.command_line import parse
+from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.sweep.config import distribution, read_config
 from lmms_eval_plugins.sweep.runner import check_trials
 from lmms_eval_plugins.sweep.trial import cell_folder, parse_trial, trial_argv

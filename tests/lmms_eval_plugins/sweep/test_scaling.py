@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lmms_eval_plugins.cells.command_line import parse
+from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.sweep.__main__ import parser
 
 ROOT = Path(__file__).parents[3]

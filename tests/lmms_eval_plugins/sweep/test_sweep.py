@@ -20,6 +20,7 @@ import yaml
 from wandb import wandb_agent
 
 from kvcompress.errors import KVCompressError
+from lmms_eval_plugins.cells import cell_log
 from lmms_eval_plugins.cells.errors import EvaluationFailed
 from lmms_eval_plugins.cells.results import dumps, new_cell, write_cell
 from lmms_eval_plugins.sweep import __main__ as command
@@ -113,7 +114,7 @@ def test_a_trial_offline_logs_all_that_lmms_eval_leaves_out(tmp_path, offline):
     cell = results_of(tmp_path / "results/tiny_textvqa/tiny/snapkv-0.2-limit=2-window_size=8")
     run = read_run(offline)
     (logged,) = run["history"]
-    assert {*trial.METRICS, "samples"} <= logged.keys()
+    assert {*cell_log.METRICS, "samples"} <= logged.keys()
     assert {name: logged[name] for name in values} == pytest.approx(values)
     assert logged["accuracy"] == cell["results"]["tiny_textvqa"]["exact_match,none"]
     assert logged["accuracy_stderr"] == cell["results"]["tiny_textvqa"]["exact_match_stderr,none"]
@@ -206,7 +207,7 @@ def test_wandbs_agent_runs_a_trial_of_a_shipped_sweep(tmp_path, monkeypatch):
     logged = read_run(tmp_path / "wandb")
     assert (logged["id"], logged["sweep"]) == ("abc12345", "sweep123")
     assert logged["config"]["window_size"] == 8
-    assert {*trial.METRICS} <= logged["history"][0].keys()
+    assert {*cell_log.METRICS} <= logged["history"][0].keys()
 
 
 # -- the trials of a sweep, without a model

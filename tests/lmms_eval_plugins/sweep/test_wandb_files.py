@@ -17,8 +17,8 @@ import wandb
 import yaml
 
 from kvcompress.__main__ import main
+from lmms_eval_plugins.cells import cell_log
 from lmms_eval_plugins.sweep import __main__ as command
-from lmms_eval_plugins.sweep import trial
 from tests.support.wandb_files import read_runs
 
 pytestmark = pytest.mark.slow
@@ -63,7 +63,7 @@ def test_each_trial_is_a_run_with_the_values_of_its_results(sweep, runs):
         assert run["exit"] == 0
         cell = json.loads((Path(run["config"]["results"]) / "results.json").read_text())
         assert run["config"]["protocol"] == cell["protocol"]
-        values = trial.trial_values(cell)
+        values = cell_log.cell_values(cell)
         assert values["accuracy"] == cell["results"]["tiny_textvqa"]["exact_match,none"]
         for logged in (run["summary"], *run["history"]):
             assert {name: logged[name] for name in values} == pytest.approx(values)
@@ -128,8 +128,8 @@ def test_offline_runs_are_synced_to_a_server(sweep, runs, server, tmp_path):
         (folder,) = files.rglob(run["id"])
         summary = json.loads((folder / "wandb-summary.json").read_text())
         config = yaml.safe_load((folder / "config.yaml").read_text())
-        assert {name: summary[name] for name in trial.METRICS} == pytest.approx(
-            {name: run["summary"][name] for name in trial.METRICS}
+        assert {name: summary[name] for name in cell_log.METRICS} == pytest.approx(
+            {name: run["summary"][name] for name in cell_log.METRICS}
         )
         for name in ("task", "model", "method", "ratio", "protocol"):
             assert config[name]["value"] == run["config"][name]

@@ -8,8 +8,8 @@ import pytest
 from kvcompress.errors import KVCompressError
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import names
-from lmms_eval_plugins.cells.command_line import parse
 from lmms_eval_plugins.cells.plan import Plan
+from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.text.run import as_of_lmms_eval
 from lmms_eval_plugins.text.tasks import TextTask, check_task, set_up
 

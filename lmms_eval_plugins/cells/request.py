@@ -1,4 +1,5 @@
-"""The flags of lmms-eval's own command: those supported here, and for each of the others what to use instead.
+"""What the command line of an evaluation asks for, and its flags: our own, those of lmms-eval's own command that work
+here as there, and for each of the others what to use instead.
 
 Imports nothing heavy.
 """
@@ -6,14 +7,20 @@ Imports nothing heavy.
 import argparse
 import json
 import zoneinfo
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from kvcompress.command_line import called
+from kvcompress.command_line import Parser, called
 from kvcompress.errors import nearest, shown
-from kvcompress.flag_types import label, path, prose, whole
+from kvcompress.flag_types import NUMBER, count_or_fraction, folder, label, path, prose, seeds, whole
 
 from .errors import UsageError
 
+USAGE = "TASK MODEL METHOD RATIO [flags] [key=value ...]"
+BUNDLED_MODEL = "tiny"
+DEFAULT_SEEDS = [0, 1234, 1234, 1234]  # lmms-eval's: python, numpy, torch, few-shot examples
+LEVELS = ("TRACE", "DEBUG", "INFO", "SUCCESS", "WARNING", "ERROR", "CRITICAL")  # loguru's
 MOST_TOKENS = 2**20  # in a prompt that a task writes itself
 # Text between these tags is removed from an answer before scoring; lmms-eval's own default.
 REASONING_TAGS = '[["<think>", "</think>"], ["<analysis>", "</analysis>"]]'
@@ -48,7 +55,59 @@ REPLACED = {
 }
 
 
-def add_evaluator_flags(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True)
+class Request:
+    """The parsed command line.
+
+    Attributes:
+        ratios: fractions to keep; empty if `budgets` are given.
+        budgets: entries to keep per layer and head. If both are empty, the `preset` in `arguments` sets the size.
+        metric, filter: the task's metric and answer filter to show in the table; None for the main ones.
+        arguments: the `key=value` arguments of the model and the methods.
+        flags: the flags by name.
+    """
+
+    tasks: list[str]
+    model: str
+    methods: list[str]
+    ratios: list[float]
+    budgets: list[int]
+    metric: str | None
+    filter: str | None
+    arguments: dict[str, Any]
+    flags: argparse.Namespace
+
+
+def flag_parser() -> argparse.ArgumentParser:
+    """Return the parser of the flags. Each flag is checked by its `type=`, often of flag_types.py, or by `choices=`."""
+    parser = Parser(
+        "eval",
+        usage=f"%(prog)s {USAGE}\n       %(prog)s [flags]        the demo: bundled model and task\n"
+        f"       {called('list')} tasks|methods|models [WORD]",
+        description="Evaluate a model under KV-cache compression with lmms-eval. METHOD and RATIO may be comma lists. "
+        "METHOD may be all, all-kv or all-tokens.",
+    )
+    add = parser.add_argument
+    add("words", nargs="*", metavar="TASK MODEL METHOD RATIO key=value", help="MODEL `tiny` is the bundled one")
+    add("--limit", type=count_or_fraction, help="questions per task: a number, or a fraction below 1")
+    add("--batch_size", "-b", type=_size_of_batch, metavar="N", help="prompts per generate call (1); auto, auto:N")
+    add("--output_path", type=path, default=Path("results"), metavar="DIR", help="root of the results (results)")
+    add("--data-root", type=folder, metavar="DIR", help="holds dataset folders named as on the hub (data, if there)")
+    add("--force", action="store_true", help="compute complete cells again")
+    add("--overlays", type=whole(), metavar="N", help="record the kept tokens of each task's first N questions (0)")
+    add("--gen_kwargs", type=_gen_kwargs, default={}, metavar="a=1,b=2", help="arguments of generate")
+    add("--num_fewshot", type=whole(), metavar="N", help="examples in the prompt")
+    add("--seed", type=seeds, default=DEFAULT_SEEDS, help="one, or four: python,numpy,torch,fewshot")
+    add("--include_path", type=folder, metavar="DIR", help="folder with more task YAMLs")
+    add("--predict_only", "-x", action="store_true", help="write the answers, compute no score")
+    add("--device", type=label, help="cuda, cuda:0, mps, cpu (default: a CUDA GPU if there is one)")
+    add("--log_samples", action="store_true", help="always on")
+    add("--verbosity", default="WARNING", type=str.upper, choices=LEVELS, help="log level of lmms-eval (WARNING)")
+    _add_evaluator_flags(parser)
+    return parser
+
+
+def _add_evaluator_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of lmms-eval's that work here as they do there."""
     add = parser.add_argument
     add("--max_batch_size", type=whole(1), metavar="N", help="with --batch_size auto, the most prompts per batch (64)")
@@ -99,7 +158,7 @@ def check_known(flag: str, valid: list[str]) -> None:
     raise UsageError(f"unknown flag {name!r}{nearest(name, valid)}")
 
 
-def size_of_batch(text: str) -> int | str:
+def _size_of_batch(text: str) -> int | str:
     """Parse `8`, `auto` or `auto:4`."""
     times = text.removeprefix("auto:")
     if text == "auto" or (times != text and times.isascii() and times.isdigit() and 0 < int(times) < 10**6):
@@ -110,6 +169,41 @@ def size_of_batch(text: str) -> int | str:
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither a whole number of at least 1, nor auto, nor auto:N"
         ) from None
+
+
+def arguments_of(words: list[str]) -> dict[str, Any]:
+    """Parse `key=value` words. Raises UsageError."""
+    arguments = {}
+    for word in words:
+        argument, equals, value = word.partition("=")
+        if not equals or not argument:
+            raise UsageError(f"{shown(word)} is neither a flag nor key=value; usage: {USAGE}")
+        if argument in arguments:
+            raise UsageError(f"{argument}= is given twice")
+        arguments[argument] = literal(value)
+    return arguments
+
+
+def literal(text: str) -> bool | int | float | str:
+    """Convert `8` to 8, `0.5` to 0.5 and `true` to True; anything else stays text.
+
+    A number in another spelling, such as `0012` or `1.10`, also stays text, because it may name a branch; an argument
+    whose type is a number converts it later.
+    """
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if len(text) < 30 and NUMBER.fullmatch(text):
+        value = int(text) if text.lstrip("+-").isdigit() else float(text)
+        if str(value) == text:
+            return value
+    return text
+
+
+def _gen_kwargs(text: str) -> dict[str, Any]:
+    try:
+        return arguments_of([word for word in text.split(",") if word])
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _reasoning_tags(text: str) -> str:
