@@ -56,6 +56,7 @@ def load_tasks(
     Raises EvaluationFailed if data is missing, DamagedFile if one of its files is damaged, and whatever `check` raises.
     """
     from huggingface_hub.constants import HF_HOME
+    from lmms_eval.api.task import ConfigurableTask
 
     from kvcompress import KVCompressError
 
@@ -71,7 +72,7 @@ def load_tasks(
 
     os.environ.setdefault("HF_HOME", HF_HOME)  # some tasks look for their videos there and fail if it is unset
     try:
-        with working_directory(data_root), one_attempt(), checked_first(noted):
+        with working_directory(data_root), one_attempt(), checked_first(ConfigurableTask, noted):
             return leaf_tasks(manager.load_task_or_group([name], "chat"))
     except (KVCompressError, EvaluationFailed):
         raise
@@ -105,21 +106,20 @@ def data_files(named: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def checked_first(check: Callable[["Task"], None]) -> Iterator[None]:
-    """Call `check` with each task before its data loads, which may take hours, inside this context."""
-    from lmms_eval.api.task import ConfigurableTask
+def checked_first(of_harness: type["Task"], check: Callable[["Task"], None]) -> Iterator[None]:
+    """Call `check` with each task before its data loads, which may take hours, inside this context. `of_harness`: the
+    `ConfigurableTask` of lmms-eval or lm-eval."""
+    download = of_harness.download
 
-    download = ConfigurableTask.download
-
-    def checked(task: ConfigurableTask, dataset_kwargs: dict[str, Any] | None = None) -> None:
+    def checked(task: "Task", *args: Any, **kwargs: Any) -> None:
         check(task)
-        download(task, dataset_kwargs)
+        download(task, *args, **kwargs)
 
-    ConfigurableTask.download = checked
+    of_harness.download = checked
     try:
         yield
     finally:
-        ConfigurableTask.download = download
+        of_harness.download = download
 
 
 def check_task(task: "Task", flags: argparse.Namespace, slots: int | str | None = None) -> None:

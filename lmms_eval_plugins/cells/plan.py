@@ -115,27 +115,45 @@ class Plan:
         Raises KVCompressError or UsageError if the task's answers are not generated or it lacks what is requested;
         EvaluationFailed if its data or its judge's key is missing.
         """
-        flags, slots = self.request.flags, self.arguments.slots
-        if self.is_text(name):
-            return self._text_jobs(name, managers.lm_eval)
-        tasks = load_tasks(managers.lmms_eval, name, self.data_root, lambda task: check_task(task, flags, slots))
-        if len(tasks) > 1 and isinstance(flags.limit, float):
+        flags, is_text, identity = self.request.flags, self.is_text(name), data_identity
+        if is_text:
+            asked, identity = managers.lm_eval.load(name, self.data_root, flags), text_identity
+            leaves = asked.tasks
+        else:
+            asked, slots = managers.lmms_eval, self.arguments.slots
+            tasks = load_tasks(asked, name, self.data_root, lambda task: check_task(task, flags, slots))
+            leaves = {task.config.task: task for task in tasks}
+        if not is_text and len(leaves) > 1 and isinstance(flags.limit, float):
             # lmms-eval turns the fraction into a number for the first task and uses that for the others.
             raise UsageError(f"--limit {flags.limit:g}: {name!r} is a group, which needs a number of questions")
-        check_choice(name, tasks, self.request.metric, self.request.filter)
-        for task in tasks:
-            set_examples(task, flags)
-        data = {task.config.task: data_identity(task) for task in tasks}
-        definitions = {task.config.task: task_identity(task) for task in tasks}
-        counts = {task.config.task: limited(len(task.eval_docs), flags.limit, flags.offset) for task in tasks}
-        if empty := [task for task, count in counts.items() if not count]:
+        check_choice(name, list(leaves.values()), self.request.metric, self.request.filter)
+        if not is_text:
+            for task in leaves.values():
+                set_examples(task, flags)
+        data = {leaf: identity(task) for leaf, task in leaves.items()}
+        definitions = {leaf: task_identity(task) for leaf, task in leaves.items()}
+        counts = {leaf: limited(len(task.eval_docs), flags.limit, flags.offset) for leaf, task in leaves.items()}
+        if empty := [leaf for leaf, count in counts.items() if not count]:
             raise UsageError(f"--offset {flags.offset} leaves no question of {empty[0]!r}")
-        if rank() == 0 and (flags.check_integrity or flags.include_path is not None):
+        if rank() == 0 and not is_text and (flags.check_integrity or flags.include_path is not None):
             # For a user's own task, the first question shows whether its file and its data match.
             check_integrity(tasks, flags, self.data_root, most=None if flags.check_integrity else 1)
         if flags.write_out and rank() == 0:
             write_out(tasks, flags, self.data_root, self.arguments)
-        return self._jobs(name, data, definitions, counts, managers.lmms_eval)
+        root, questions = flags.output_path.resolve(), sum(counts.values())
+        return [
+            Job(
+                cell,
+                options,
+                cell.folder(root),
+                fingerprint(cell, self.arguments, options, data, definitions),
+                questions,
+                asked,
+                self,
+            )
+            for cell, options in self.cells
+            if cell.task == name
+        ]
 
     @property
     def needs_template(self) -> bool:
@@ -145,40 +163,6 @@ class Plan:
     def is_text(self, name: str) -> bool:
         """Return whether lm-evaluation-harness asks and scores a task."""
         return is_lm_eval(name, self.request.flags.include_path)
-
-    def _text_jobs(self, name: str, manager: TextTasks) -> list["Job"]:
-        flags = self.request.flags
-        loaded = manager.load(name, self.data_root, flags)
-        tasks = loaded.tasks
-        check_choice(name, list(tasks.values()), self.request.metric, self.request.filter)
-        data = {leaf: text_identity(task) for leaf, task in tasks.items()}
-        definitions = {leaf: task_identity(task) for leaf, task in tasks.items()}
-        counts = {leaf: limited(len(task.eval_docs), flags.limit) for leaf, task in tasks.items()}
-        return self._jobs(name, data, definitions, counts, loaded)
-
-    def _jobs(
-        self,
-        name: str,
-        data: dict[str, list[str]],
-        definitions: dict[str, str],
-        counts: dict[str, int],
-        asked: "TaskManager | TextTask",
-    ) -> list["Job"]:
-        """Return a job for every cell of one task. `data`, `definitions`, `counts`: for each leaf task, the identity of
-        its data, the identity of the task itself, and the number of questions."""
-        return [
-            Job(
-                cell,
-                options,
-                cell.folder(self.request.flags.output_path.resolve()),
-                fingerprint(cell, self.arguments, options, data, definitions),
-                sum(counts.values()),
-                asked,
-                self,
-            )
-            for cell, options in self.cells
-            if cell.task == name
-        ]
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def score_cell(lm: "Answerer", job: Job, found: dict[str, Any], asked: int, keep
             "environment": found,
             "fingerprint": job.fingerprint,
             "n_questions": len({(sample["task"], sample["doc_id"]) for sample in samples}),
-            "metric_questions": metric_questions(output["results"], samples),
+            "metric_questions": metric_questions(output, samples),
             "metric_tokens": metric_tokens(output, samples),
         }
         write_cell(folder, results, samples)
@@ -267,39 +267,38 @@ def merge_samples(
     return merged
 
 
-def metric_questions(scores: dict[str, dict[str, Any]], samples: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+def metric_questions(output: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
     """Return task -> `metric,filter` -> the number of questions that the metric covers. A scorer may skip a metric for
     some questions."""
-    counts: dict[str, dict[str, int]] = {}
-    for sample in samples:
-        of_task = counts.setdefault(sample["task"], {})
-        for key in scores.get(sample["task"], {}):
-            metric, comma, answer_filter = key.partition(",")
-            if comma and metric in sample and answer_filter == sample["filter"]:
-                of_task[key] = of_task.get(key, 0) + 1
+    counts: dict[str, dict[str, int]] = {sample["task"]: {} for sample in samples}
+    for sample, key, _ in scored(output, samples):
+        of_task = counts[sample["task"]]
+        of_task[key] = of_task.get(key, 0) + 1
     return counts
 
 
 def metric_tokens(output: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
     """Return task -> `metric,filter` -> the sums over its questions of `tokens_out` and of `score`, negative scores
     counted as 0. A metric whose score is not a number for one of its questions is left out."""
-    sums: dict[str, dict[str, dict[str, float]]] = {}
-    for sample in samples:
-        task = sample["task"]
-        of_task = sums.setdefault(task, {})
+    sums: dict[str, dict[str, dict[str, float]]] = {sample["task"]: {} for sample in samples}
+    for sample, key, score in scored(output, samples):
         tokens_out = sum(row["tokens_out"] for row in sample.get("measurements", [sample["measurement"]]))
-        for key in output["results"].get(task, {}):
-            metric, comma, answer_filter = key.partition(",")
-            if comma and metric in sample and answer_filter == sample["filter"]:
-                score = number_of(sample[metric], score_key(output, task))
-                before = of_task.get(key, {"tokens_out": 0, "score": 0.0})
-                # NaN propagates to the sum.
-                score = before["score"] + (score if math.isnan(score) else max(score, 0.0))
-                of_task[key] = {"tokens_out": before["tokens_out"] + tokens_out, "score": score}
+        of_key = sums[sample["task"]].setdefault(key, {"tokens_out": 0, "score": 0.0})
+        of_key["tokens_out"] += tokens_out
+        of_key["score"] += score if math.isnan(score) else max(score, 0.0)  # NaN propagates to the sum
     return {
         task: {key: each for key, each in of_task.items() if not math.isnan(each["score"])}
         for task, of_task in sums.items()
     }
+
+
+def scored(output: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str, float]]:
+    """Yield each question with each `metric,filter` of its task that scored it, and that score; NaN for no number."""
+    for sample in samples:
+        for key in output["results"].get(sample["task"], {}):
+            metric, comma, answer_filter = key.partition(",")
+            if comma and metric in sample and answer_filter == sample["filter"]:
+                yield sample, key, number_of(sample[metric], score_key(output, sample["task"]))
 
 
 def protocol(job: Job) -> dict[str, Any]:

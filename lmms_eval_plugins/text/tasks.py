@@ -7,12 +7,12 @@ import io
 import json
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..cells.data import LIKELIHOODS, check_generation, data_error, data_identity, filter_names, working_directory
+from ..cells.data import LIKELIHOODS, check_generation, checked_first, data_error, data_identity, working_directory
 from ..cells.errors import EvaluationFailed, UsageError
 from ..cells.names import LM_EVAL, check_tasks, lm_eval_folder, lm_eval_tasks
 from ..cells.request import REASONING_TAGS
@@ -71,6 +71,7 @@ class TextTasks:
         EvaluationFailed if its data is missing.
         """
         import numpy as np
+        from lm_eval.api.task import ConfigurableTask
 
         from kvcompress import KVCompressError
 
@@ -82,7 +83,11 @@ class TextTasks:
         random.seed(flags.seed[0])
         np.random.seed(flags.seed[1])
         try:
-            with working_directory(data_root), checked_first(lambda task: check_task(task, flags)), quiet():
+            with (
+                working_directory(data_root),
+                checked_first(ConfigurableTask, lambda task: check_task(task, flags)),
+                quiet(),
+            ):
                 found = self._manager(_plain(name)).load([_plain(name)])
         except (KVCompressError, EvaluationFailed):
             raise
@@ -123,24 +128,6 @@ def _is_whole(manager: "TaskManager", name: str) -> bool:
         return False
     parts = entry.cfg["task"] if entry.kind.name == "GROUP" else []
     return all(isinstance(part, str) and _is_whole(manager, part) for part in parts)
-
-
-@contextlib.contextmanager
-def checked_first(check: Callable[["Task"], None]) -> Iterator[None]:
-    """Call `check` with each task before its data loads, inside this context."""
-    from lm_eval.api.task import ConfigurableTask
-
-    download = ConfigurableTask.download
-
-    def checked(task: ConfigurableTask, *args: Any, **kwargs: Any) -> None:
-        check(task)
-        download(task, *args, **kwargs)
-
-    ConfigurableTask.download = checked
-    try:
-        yield
-    finally:
-        ConfigurableTask.download = download
 
 
 @contextlib.contextmanager
@@ -190,8 +177,3 @@ def text_identity(task: "Task") -> list[str]:
     for doc in task.eval_docs:
         digest.update(json.dumps(doc, default=str, sort_keys=True).encode())
     return [digest.hexdigest()[:16]]
-
-
-def names_of(task: "Task") -> tuple[set[str], set[str]]:
-    """Return a task's metrics and answer filters."""
-    return set(task.aggregation()), set(filter_names(task.config.filter_list))
