@@ -199,9 +199,7 @@ class Answering:
         was_answered = self.batches.get(batch.key) is not None
         tower = VisionTower(self.model, self.known_of_tower(batch))
         prompt = self._shared_prompt(batch, tower) if was_answered else SharedPrompt(self.model, room=0)
-        self.generate(
-            inputs, {**kwargs, "max_new_tokens": min(kwargs["max_new_tokens"], WARM_UP_TOKENS)}, tower, prompt
-        )
+        self.generate(inputs, with_few_tokens(kwargs), tower, prompt)
         if was_answered:
             self.batches.keep(batch, prompt.prompt_pass)
         self.is_warm = True
@@ -239,6 +237,16 @@ class Answering:
         rows = [row[:-1] if row and row[-1] in ends else row for row in rows]
         return [self.tokenizer.decode(row, clean_up_tokenization_spaces=False) for row in rows]
 
+    def session(self, room: int, prefixes: PrefixCache | None) -> kvcompress.Session:
+        """Return a session under the current compression, with room for so many new tokens."""
+        return kvcompress.compress(
+            self.model,
+            max_new_tokens=room,
+            prefix_cache=prefixes,
+            tokenizer=self.tokenizer,
+            **self.compression.of_cache,
+        )
+
     def generate(
         self,
         inputs: BatchFeature,
@@ -254,14 +262,7 @@ class Answering:
         `room_for`: how many new tokens the cache has room for; default: `max_new_tokens`. `prefixes`: the prefix cache
         that the prompts share.
         """
-        room, of_cache = room_for or kwargs["max_new_tokens"], self.compression.of_cache
-        with (
-            tower,
-            prompt,
-            kvcompress.compress(
-                self.model, max_new_tokens=room, prefix_cache=prefixes, tokenizer=self.tokenizer, **of_cache
-            ) as session,
-        ):
+        with tower, prompt, self.session(room_for or kwargs["max_new_tokens"], prefixes) as session:
             tokens, measured = kvcompress.measure.generate(self.model, session, dict(inputs), **kwargs)
             kept = KeptSets.of(session.cache) if record_kept else None
         if prompt.is_known and not tower.calls:  # a reused prefill skips the forward that calls the tower
@@ -297,6 +298,11 @@ class Answering:
         if self.model.device.type != "cpu":
             return 0
         return self.batches.nbytes + (0 if self.prefixes is None else self.prefixes.nbytes)
+
+
+def with_few_tokens(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `generate` for a warm-up or a trial."""
+    return {**kwargs, "max_new_tokens": min(kwargs["max_new_tokens"], WARM_UP_TOKENS)}
 
 
 def static_advice(model: PreTrainedModel, compression: Compression, measured: Measurement) -> str | None:

@@ -18,7 +18,7 @@ from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.inflight.loop import Limits
 
 from .answer_store import AnswerStore, key_of
-from .answering import WARM_UP_TOKENS, Answering
+from .answering import Answering, with_few_tokens
 from .arguments import ModelArguments
 from .batches import Batch
 from .generation import Generation
@@ -195,9 +195,8 @@ class Sizes:
     def try_batch(self, batch: Batch, kwargs: dict[str, Any]) -> int | None:
         """Return the peak bytes of answering a batch, or None if it runs out of memory. It generates a few tokens with
         room for all, stores nothing, and does not count as the cell's warm-up."""
-        model, few = self._answering.model, {**kwargs, "max_new_tokens": min(kwargs["max_new_tokens"], WARM_UP_TOKENS)}
-        device = model.device
-        on_gpu = device.type == "cuda"
+        model, few = self._answering.model, with_few_tokens(kwargs)
+        device, on_gpu = model.device, model.device.type == "cuda"
         before = torch.cuda.memory_allocated(device) if on_gpu else -tensor_bytes(dict(batch.inputs))
         try:
             inputs = on_device(batch.inputs, device)

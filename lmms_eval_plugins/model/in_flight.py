@@ -21,7 +21,7 @@ from kvcompress.inflight.request import Answer
 from kvcompress.measure import Measurement
 from kvcompress.scoring.vision import vision_token_mask
 
-from .answering import WARM_UP_TOKENS, Answering, Answers, InSlots
+from .answering import Answering, Answers, InSlots, with_few_tokens
 from .batches import Batch
 from .generation import Generation
 from .kept_tokens import KeptSets
@@ -94,18 +94,11 @@ class Flight:
             return
         if not self._answering.is_warm:
             self._warm_up(first)
-        of, device = self._answering.compression, self._model.device
         room = first.wanted.arguments["max_new_tokens"]
-        reset_peak_memory(device)
+        reset_peak_memory(self._model.device)
         with (
             self._tower,
-            kvcompress.compress(
-                self._model,
-                max_new_tokens=room,
-                prefix_cache=self._prefixes,
-                tokenizer=self._answering.tokenizer,
-                **of.of_cache,
-            ) as session,
+            self._answering.session(room, self._prefixes) as session,
             closing(self._requests(chain([first], waiting))) as requests,
         ):
             self._flight = session.generate_many(requests, **vars(self._limits), after_prompt=self._after_prompt)
@@ -116,8 +109,7 @@ class Flight:
 
     def _warm_up(self, first: FlightRequest) -> None:
         """Answer a request with a few tokens, without counting it."""
-        few = min(first.wanted.arguments["max_new_tokens"], WARM_UP_TOKENS)
-        wanted = replace(first.wanted, arguments={**first.wanted.arguments, "max_new_tokens": few})
+        wanted = replace(first.wanted, arguments=with_few_tokens(first.wanted.arguments))
         self._answering.is_warm = True
         for _ in Flight(self._answering, [FlightRequest(first.batch, wanted)], self._limits, keeps=False):
             pass

@@ -9,7 +9,7 @@ import pytest
 from lmms_eval_plugins.model import loading
 from lmms_eval_plugins.model.arguments import TINY_MODEL, ModelArguments
 from lmms_eval_plugins.report import plots
-from tests.support.checkpoints import save_checkpoint
+from tests.support.checkpoints import save_checkpoint, write_video
 
 _tiny_models: dict[str, object] = {}
 
@@ -18,6 +18,12 @@ _tiny_models: dict[str, object] = {}
 def checkpoint(tmp_path_factory) -> Callable[[str], str]:
     """family name -> folder with its tiny checkpoint, which no test may change."""
     return cache(lambda family: save_checkpoint(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture(scope="session")
+def video(tmp_path_factory) -> str:
+    """A clip of 12 frames, at 4 per second."""
+    return write_video(tmp_path_factory.mktemp("video") / "a.mp4")
 
 
 @pytest.fixture

@@ -198,6 +198,18 @@ def requests(
     return made
 
 
+def texts(results: list[Any]) -> list[str]:
+    """Return the texts of lmms-eval's results."""
+    return [result.text for result in results]
+
+
+def answer(lm: Any, cell: dict[str, Any], docs: list[dict[str, Any]], **kwargs: Any) -> tuple[list[str], list[dict]]:
+    """Return the answers to `docs` under one cell, and their rows; `kwargs` as in `requests`."""
+    lm.set_cell(**cell)
+    lm.reset_rows()
+    return texts(lm.generate_until(requests(lm, docs, **kwargs))), lm.gather_rows()
+
+
 # Model arguments that do not affect the loaded model and processor.
 NOT_LOADED = (
     "batch_size", "look_ahead", "max_frames_num", "max_new_tokens", "measurements_path", "on_oom", "prefix_cache_gb",

@@ -3,15 +3,22 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import kvcompress
 from kvcompress.errors import KVCompressError
+from kvcompress.tokens import TokenMethod
+from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import names
+from lmms_eval_plugins.cells.names import GROUPS, asked_for, check_names, defined_in, task_folders, task_kinds
+from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.model.arguments import LEGACY_ARGUMENTS, ModelArguments
 from lmms_eval_plugins.model.input_methods import INPUT_METHODS, method_options
+
+pytestmark = pytest.mark.usefixtures("one_tiny_model", "plots_not_drawn")
 
 SLIPS = [
     (["no_such_task", "tiny", "snapkv", "0.2"], "unknown task 'no_such_task'"),
@@ -20,6 +27,7 @@ SLIPS = [
     (["tiny_textvqa", "tiny", "snapkv", "0.2", "windowsize=8"], "'windowsize' (did you mean 'window_size'?)"),
     (["tiny_textvqa", "no such model", "snapkv", "0.2"], "MODEL 'no such model' is neither"),
     (["tiny_textvqa", "tiny", "snapkv", "0.2", "--limt", "3"], "'--limt' (did you mean '--limit'?)"),
+    (["tiny_textvqa", "tiny", "snapkv", "7"], "error: RATIO 7 is not in (0, 1]"),
 ]
 CODE = """
 import json, sys, time
@@ -73,3 +81,164 @@ def test_a_task_that_was_written_meanwhile_is_known(tmp_path):
         names.check_tasks(["mine"], tmp_path)
     (tmp_path / "a.yaml").write_text("task: mine\n")
     names.check_tasks(["mine"], tmp_path)
+
+
+# -- METHOD=all and its parts
+
+
+NEED_A_FILE = {"duoattention", "fastkvzip", "kvzap", "q-filters", "sparsemm", "triattention"}
+
+
+def methods(names: str, leaves_out: bool = True, more: tuple[str, ...] = ()) -> Plan:
+    return Plan.of(parse(["tiny_textvqa", "tiny", names, "0.3", *more]), leaves_out)
+
+
+def test_all_is_every_method_with_the_full_cache_first_and_the_two_groups_are_its_parts():
+    of = {group: list(asked_for([group])) for group in GROUPS}
+    assert of["all"] == ["full", *sorted(set(kvcompress.list_methods()) - {"full"})]
+    assert sorted(of["all-kv"] + of["all-tokens"]) == sorted(of["all"])
+    assert all(issubclass(kvcompress.list_methods()[name].cls, TokenMethod) for name in of["all-tokens"])
+
+
+def test_a_method_is_asked_for_once_and_by_name_where_some_name_says_so():
+    asked = asked_for(["snapkv", "all-kv", "SnapKV"])
+    assert list(asked)[:2] == ["snapkv", "full"]
+    assert [name for name, by_name in asked.items() if by_name] == ["snapkv"]
+
+
+def test_of_all_methods_those_that_need_a_file_are_left_out_with_a_line_each(capsys):
+    plan = methods("all")
+    lines = capsys.readouterr().err.splitlines()
+    assert sorted(line.split(":")[1].removeprefix(" method ") for line in lines) == sorted(NEED_A_FILE)
+    assert set(plan.request.methods) == set(kvcompress.list_methods()) - NEED_A_FILE
+    assert plan.left_out == {}
+    assert {cell.method for cell, _ in plan.cells} == set(plan.request.methods)
+
+
+def test_an_option_of_some_goes_to_those_that_have_it():
+    of_window = {cell.method for cell, _ in methods("all-kv", more=("window_size=4",)).cells if cell.options}
+    assert {"snapkv", "adakv"} <= of_window
+    assert "knorm" not in of_window
+
+
+def test_methods_that_change_the_pictures_are_asked_for_by_name_and_blind_has_one_size():
+    plan = methods("full,blind,downsample,snapkv", more=("fewer_frames=true", "window_size=4", "prefill_chunk=64"))
+    cells = {cell.method: cell for cell, _ in plan.cells}
+    assert {method: cell.ratio for method, cell in cells.items()} == {
+        "full": 1.0,
+        "blind": 0.0,
+        "downsample": 0.3,
+        "snapkv": 0.3,
+    }
+    assert cells["downsample"].options == {"fewer_frames": True, "prefill_chunk": 64}
+    assert cells["blind"].folder(tmp := Path("x")) == tmp / "tiny_textvqa/tiny/blind-0-prefill_chunk=64"
+    with pytest.raises(KVCompressError, match="'fewer_frames' is an option of downsample, not of snapkv"):
+        methods("snapkv", more=("fewer_frames=true",))
+
+
+@pytest.mark.parametrize("asked", ["q-filters,snapkv", "snapkv,kvzap,knorm"])
+def test_a_list_with_a_method_that_needs_a_file_keeps_the_others(asked):
+    plan = methods(asked)
+    assert list(plan.left_out) == [name for name in asked.split(",") if name in NEED_A_FILE]
+    assert plan.request.methods == [name for name in asked.split(",") if name not in NEED_A_FILE]
+    with pytest.raises(KVCompressError, match=r"needs calibration=|needs checkpoint="):
+        methods(asked, leaves_out=False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "more", "message"),
+    [
+        ("kvzap", (), "'kvzap' is learned: it needs checkpoint="),
+        ("kvzap,q-filters", (), "'kvzap' is learned"),
+        ("snapkv,snapk", (), "there is no method 'snapk' .did you mean 'snapkv'"),
+        ("snapkv,knorm", ("window_size=0",), "option 'window_size' is 0"),
+    ],
+)
+def test_what_is_wrong_with_a_name_or_an_option_still_ends_the_run(asked, more, message):
+    with pytest.raises(KVCompressError, match=message):
+        methods(asked, more=more)
+
+
+def test_the_groups_are_names_that_are_known_before_anything_is_imported(monkeypatch):
+    monkeypatch.delitem(__import__("sys").modules, "kvcompress.clusters")
+    for group in GROUPS:
+        check_names(parse(["tiny_textvqa", "tiny", group, "0.3"]))
+    with pytest.raises(KVCompressError, match=r"there is no method 'all-k' .did you mean 'all-kv'"):
+        check_names(parse(["tiny_textvqa", "tiny", "all-k", "0.3"]))
+
+
+def test_the_line_comes_first_the_others_run_and_the_exit_code_is_2(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert evaluate.main(["tiny_textvqa", "tiny", "kvzap,knorm", "0.3", "--limit", "1"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    reason = "error: method 'kvzap' is learned: it needs checkpoint=, a local path or a hub id"
+    assert lines[0] == f"{reason} (it is left out, the others continue)"
+    assert lines[-1] == reason
+    assert [path.name for path in tmp_path.glob("results/*/*/*/results.json")] == ["results.json"]
+
+
+def test_a_prompt_that_a_method_of_all_cannot_be_given_costs_its_cell_alone(tmp_path, monkeypatch, capsys):
+    """Some keep all of a picture, or more than was asked for."""
+    monkeypatch.chdir(tmp_path)
+    assert (
+        evaluate.main(["tiny_textvqa", "tiny", "all-tokens", "0.2", "--limit", "1", "--gen_kwargs", "max_new_tokens=1"])
+        == 0
+    )
+    left_out = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left out: cell ")]
+    refused = ["dycoke", "evs", "fastvid", "framefusion", "holitom", "pyramiddrop", "vidcom2"]
+    assert [line.split()[3] for line in left_out] == [f"{name}-0.2:" for name in refused]
+    done = {path.parent.name.split("-0.2")[0] for path in tmp_path.glob("results/*/*/*/results.json")}
+    assert done == set(asked_for(["all-tokens"])) - set(refused)
+
+
+def test_one_that_is_asked_for_by_name_ends_the_run_as_ever(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert evaluate.main(["tiny_textvqa", "tiny", "dycoke", "0.2", "--limit", "1"]) == 2
+    assert "dycoke: row 0 cannot keep" in capsys.readouterr().err.splitlines()[-1]
+
+
+# -- the names of tasks are those of lmms-eval's own index
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ("task: a\n", {"a": "task"}),
+        ('include: x\n"task" : "a"  # the first\n', {"a": "task"}),
+        ("group: g\ntask:\n  # left out:\n  # - x\n- a\n- b\n", {"g": "group"}),
+        ("group: 'g'\ntask: [a, b]\n", {"g": "group"}),
+        ("tag: t\ntask: a\ngroup:\n  - u\n  - v\n", {"a": "task", "t": "tag", "u": "tag", "v": "tag"}),
+        ("group: g\n", {}),
+        ("dataset_path: x\n  task: a\n", {}),
+    ],
+)
+def test_what_a_file_defines(text, kinds, tmp_path):
+    (tmp_path / "a.yaml").write_text(text)
+    assert defined_in(tmp_path / "a.yaml") == kinds
+
+
+def test_what_a_file_includes_is_its_own_unless_it_says_otherwise(tmp_path):
+    (tmp_path / "template").write_text("tag: t\ntask: b\n")
+    (tmp_path / "a.yaml").write_text("include: template\ntask: a\n")
+    assert defined_in(tmp_path / "a.yaml") == {"a": "task", "t": "tag"}
+
+
+def test_tasks_groups_and_tags_of_the_installed_lmms_eval_are_found():
+    kinds = task_kinds(task_folders()["lmms-eval"])
+    # With a blank before the colon, a byte-order mark, comments in a list, a tag, one in a template; an ordinary one.
+    for name, kind in (
+        ("flickr30k_test", "task"),
+        ("step2_audio_paralinguistic_pitch", "task"),
+        ("wm_abench", "group"),
+        ("wm_abench_subtasks", "tag"),
+        ("verl_reasoning", "tag"),
+        ("mmmu_val", "task"),
+    ):
+        assert kinds.get(name) == kind
+
+
+@pytest.mark.slow
+def test_every_name_of_lmms_evals_own_index_is_found_and_no_other():
+    from lmms_eval.tasks import TaskManager
+
+    assert task_kinds(task_folders()["lmms-eval"]).keys() == set(TaskManager().all_tasks)

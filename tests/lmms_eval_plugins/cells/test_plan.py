@@ -76,26 +76,37 @@ def test_a_file_of_the_prompt_counts_by_its_content(tmp_path):
     assert found[0] == found[2] != found[1]
 
 
-def test_settings_at_their_default_leave_the_name_alone():
-    (plain,) = cells(*FOUR)
-    given = ["window_size=32", "batch_size=1", "dtype=auto", "vision_cache_gb=1", "prompt_cache_gb=3"]
-    given += ["measurements_path=rows.jsonl", "--seed", "0,1234,1234,1234"]
-    (same,) = cells(*FOUR, *given)
-    assert same.folder(Path()) == plain.folder(Path()) == Path("tiny_textvqa/tiny/snapkv-0.2")
+CHANGES = [
+    ["window_size=8"], ["dtype=float32"], ["max_new_tokens=4"], ["batch_size=2"], ["--limit", "3"],
+    ["--gen_kwargs", "temperature=1"], ["--seed", "1"], ["--num_fewshot", "1"], ["--num_fewshot", "0"],
+    ["--predict_only"], ["--data-root", "elsewhere"], ["--device", "cpu"], ["--offset", "2"], ["--repeats", "2"],
+    ["--system_instruction", "Be brief."], ["--fewshot_as_multiturn"], ["--process_with_media"],
+    ["--reasoning_tags", "none"], ["--batch_size", "auto"], ["--batch_size", "auto:4"],
+    ["--batch_size", "auto", "--max_batch_size", "8"],
+]  # fmt: skip
+
+
+def test_each_setting_that_changes_answers_or_times_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    folders = [cell.folder(Path()) for change in CHANGES for cell in cells(*FOUR, *change)]
+    assert len({*folders, Path("tiny_textvqa/tiny/snapkv-0.2")}) == len(CHANGES) + 1
 
 
 @pytest.mark.parametrize(
-    "change",
+    "same",
     [
-        ["window_size=8"], ["dtype=float32"], ["max_new_tokens=4"], ["batch_size=2"], ["--limit", "3"],
-        ["--gen_kwargs", "temperature=1"], ["--seed", "1"], ["--num_fewshot", "1"], ["--num_fewshot", "0"],
-        ["--predict_only"], ["--data-root", "elsewhere"], ["--device", "cpu"],
+        ["window_size=32", "batch_size=1", "dtype=auto", "vision_cache_gb=1", "prompt_cache_gb=3"],
+        ["measurements_path=rows.jsonl", "--seed", "0,1234,1234,1234", "--offset", "0", "--repeats", "1"],
+        ["--use_cache", "cache"], ["--check_integrity"], ["--write_out"], ["--show_config"], ["--timezone", "UTC"],
+        ["--wandb_args", "project=p", "--wandb_log_samples"], ["--hf_hub_log_args", "push_results_to_hub=true"],
+        ["--apply_chat_template"], ["--process-docs-parallel", "1"], ["--log_samples"],
     ],
 )  # fmt: skip
-def test_a_setting_that_changes_results_changes_the_folder(change, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "elsewhere").mkdir()
-    assert cells(*FOUR, *change)[0].folder(Path()) != cells(*FOUR)[0].folder(Path())
+def test_what_changes_no_answer_and_a_default_leave_the_cell_as_it_is(same):
+    (cell,) = cells(*FOUR, *same)
+    assert [cell] == cells(*FOUR)
+    assert cell.folder(Path()) == Path("tiny_textvqa/tiny/snapkv-0.2")
 
 
 def test_data_folders_of_the_same_name_have_cells_of_their_own(tmp_path, monkeypatch):

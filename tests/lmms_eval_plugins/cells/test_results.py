@@ -51,49 +51,28 @@ def test_folder_has_the_documented_place(tmp_path):
     assert replace(CELL, ratio=None, budget=64).folder(tmp_path).name == "snapkv-budget=64"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"task": "docvqa_val"},
-        {"model": "org/other"},
-        {"method": "knorm"},
-        {"ratio": 0.25},
-        {"ratio": None, "budget": 2},
-        {"options": {"window_size": 8}},
-        {"settings": {"limit": 8}},
-        {"settings": {"gen_kwargs": {"temperature": 0.5}}},
-        {"settings": {"a": "x" * 400}},
-        {"settings": {"a": "x" * 401}},
-        {"settings": {"a": "é" * 400}},
-        {"ratio": 0.1234567},
-        {"ratio": 0.1234568},
-        {"ratio": 0.123457},
-        {"options": {"alpha": 1e-7}},
-        {"options": {"alpha": 1.0000001e-7}},
-        {"settings": {"system_prompt": "Really?"}},
-        {"settings": {"system_prompt": "Really!"}},
-        {"settings": {"system_prompt": "Really_"}},
-        {"settings": {"system_prompt": "a/_b"}},
-        {"settings": {"system_prompt": "a_/b"}},
-        {"settings": {"system_prompt": "a__b"}},
-        {"settings": {"system_prompt": "x-seed=1"}},
-        {"settings": {"system_prompt": "x", "seed": "1"}},
-        {"settings": {"gen_kwargs": {"a": "1,b=2"}}},
-        {"settings": {"gen_kwargs": {"a": "1", "b": "2"}}},
-        {"model": "org__model"},
-        {"model": "."},
-        {"model": ".."},
-        {"model": "x" * 300},
-        {"task": "t" * 300},
-        {"task": "t" * 301},
-    ],
-)
-def test_different_settings_never_share_a_folder(tmp_path, change, request):
-    folder = replace(CELL, **change).folder(tmp_path)
-    changes = request.node.get_closest_marker("parametrize").args[1]
-    others = [replace(CELL, **other).folder(tmp_path) for other in changes if other != change]
-    assert folder not in {CELL.folder(tmp_path), replace(CELL, settings={"a": "x" * 402}).folder(tmp_path), *others}
-    assert all(len(part.encode()) <= 255 and part not in (".", "..") for part in folder.relative_to(tmp_path).parts)
+CHANGES = [
+    {"task": "docvqa_val"}, {"model": "org/other"}, {"method": "knorm"}, {"ratio": 0.25},
+    {"ratio": None, "budget": 2}, {"options": {"window_size": 8}}, {"settings": {"limit": 8}},
+    {"settings": {"gen_kwargs": {"temperature": 0.5}}}, {"settings": {"a": "x" * 400}},
+    {"settings": {"a": "x" * 401}}, {"settings": {"a": "é" * 400}}, {"ratio": 0.1234567}, {"ratio": 0.1234568},
+    {"ratio": 0.123457}, {"options": {"alpha": 1e-7}}, {"options": {"alpha": 1.0000001e-7}},
+    {"settings": {"system_prompt": "Really?"}}, {"settings": {"system_prompt": "Really!"}},
+    {"settings": {"system_prompt": "Really_"}}, {"settings": {"system_prompt": "a/_b"}},
+    {"settings": {"system_prompt": "a_/b"}}, {"settings": {"system_prompt": "a__b"}},
+    {"settings": {"system_prompt": "x-seed=1"}}, {"settings": {"system_prompt": "x", "seed": "1"}},
+    {"settings": {"gen_kwargs": {"a": "1,b=2"}}}, {"settings": {"gen_kwargs": {"a": "1", "b": "2"}}},
+    {"model": "org__model"}, {"model": "."}, {"model": ".."}, {"model": "x" * 300}, {"task": "t" * 300},
+    {"task": "t" * 301},
+    {"settings": {"a": "x" * 402}},
+]  # fmt: skip
+
+
+def test_different_settings_never_share_a_folder(tmp_path):
+    folders = [CELL.folder(tmp_path), *(replace(CELL, **change).folder(tmp_path) for change in CHANGES)]
+    assert len(set(folders)) == len(folders)
+    parts = {part for folder in folders for part in folder.relative_to(tmp_path).parts}
+    assert all(len(part.encode()) <= 255 and part not in (".", "..") for part in parts)
 
 
 def test_a_value_is_shortened_or_marked_only_where_the_name_would_not_tell_it():
@@ -141,17 +120,10 @@ def test_names_hold_no_separator_or_blank(tmp_path):
     assert " " not in str(cell.folder(tmp_path).relative_to(tmp_path))
 
 
-def test_complete_cell_is_skipped(tmp_path):
+def test_a_complete_cell_is_skipped_and_else_the_reason_is_told(tmp_path):
+    assert results.incomplete_reason(tmp_path / "cell", FINGERPRINT) == "no results yet"
     write(tmp_path / "cell")
     assert results.incomplete_reason(tmp_path / "cell", FINGERPRINT) is None
-
-
-def test_absent_cell_is_computed(tmp_path):
-    assert results.incomplete_reason(tmp_path / "cell", FINGERPRINT) == "no results yet"
-
-
-def test_changed_fingerprint_names_what_changed(tmp_path):
-    write(tmp_path / "cell")
     reason = results.incomplete_reason(tmp_path / "cell", {**FINGERPRINT, "code": "other", "data": 1})
     assert reason == "changed since: code, data"
 

@@ -4,7 +4,6 @@ import functools
 import threading
 import time
 from dataclasses import replace
-from itertools import chain, product
 from types import SimpleNamespace
 
 import pytest
@@ -17,15 +16,14 @@ from lmms_eval_plugins.model.arguments import CACHE_GB, LOOK_AHEAD, ModelArgumen
 from lmms_eval_plugins.model.batches import Batch, BatchStore, ahead
 from lmms_eval_plugins.model.lm import KVCompressLM
 from lmms_eval_plugins.model.vision_tower import Encoded
-from tests.support.checkpoints import image, load_lm, requests, write_video
+from tests.support.checkpoints import answer, image, load_lm, requests, write_video
 from tests.support.clock import synchronised_reads
 
 CELLS = ({}, {"method": "snapkv", "ratio": 0.5, "window_size": 4}, {"method": "streamingllm", "ratio": 0.3})
 
 
 @pytest.fixture(scope="module")
-def docs(tmp_path_factory) -> list[dict]:
-    video = write_video(tmp_path_factory.mktemp("video") / "a.mp4")
+def docs(video) -> list[dict]:
     return [
         {"text": "what word is on the red sign?", "images": [image(0)]},
         {"text": "hello"},
@@ -54,44 +52,11 @@ def count_calls(monkeypatch, lm: KVCompressLM) -> list[str]:
 
 def grid(lm: KVCompressLM, docs: list[dict], cells=CELLS, **kwargs) -> tuple[list[list[str]], list[list[dict]]]:
     """The answers and the rows of each cell."""
-    answers, rows = [], []
-    for cell in cells:
-        lm.set_cell(**cell)
-        lm.reset_rows()
-        answers.append([result.text for result in lm.generate_until(requests(lm, docs, **kwargs))])
-        rows.append(lm.gather_rows())
-    return answers, rows
+    answers, rows = zip(*(answer(lm, cell, docs, **kwargs) for cell in cells), strict=True)
+    return list(answers), list(rows)
 
 
 # -- the same answers, with less work
-
-
-FAMILIES = ("llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "internvl")
-QUICK = [(1, "qwen3-vl"), (4, "llava-onevision"), (4, "qwen3-vl"), (4, "internvl")]
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "family"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in product((1, 4), FAMILIES)],
-)
-def test_answers_are_those_without_the_cache_token_for_token(checkpoint, docs, batch_size, family):
-    """Images and videos in one batch: Qwen3-VL encodes both through one function."""
-    folder = checkpoint(family)
-    size = {"batch_size": batch_size, "max_new_tokens": 4}
-    expected, plain = grid(load_lm(folder, vision_cache_gb=0, prompt_cache_gb=0, look_ahead=0, **size), docs)
-    answers, rows = grid(load_lm(folder, prompt_cache_gb=1, **size), docs)
-    assert answers == expected
-    assert len({tuple(of_cell) for of_cell in answers}) > 1
-    for of_cell, of_plain in zip(rows, plain, strict=True):
-        for name in ("tokens_in", "tokens_out", "vision_tokens", "kv_bytes_end", "realised_ratio"):
-            assert [row[name] for row in of_cell] == [row[name] for row in of_plain]
-    assert not any(row["vision_is_known"] for row in chain(rows[0], *plain))
-    with_images = [batch_size > 1 or row["vision_tokens"] > 0 for row in rows[1]]
-    assert [row["vision_is_known"] for row in rows[1]] == [row["vision_is_known"] for row in rows[2]] == with_images
-    # The first batch of each cell runs its own pass; all are in one where there are four rows.
-    is_shared = [False] + [batch_size == 1] * 3
-    in_batches = [{row["doc_id"]: row["prompt_is_known"] for row in of_cell} for of_cell in rows]
-    assert [sorted(of_cell.values()) for of_cell in in_batches] == [[False] * 4, is_shared, is_shared]
 
 
 def test_beam_search_leaves_what_is_kept_as_it_was(checkpoint, docs):

@@ -9,15 +9,11 @@ import torch
 from lmms_eval_plugins.model import batch_size, in_flight
 from lmms_eval_plugins.model.answer_store import AnswerStore
 from lmms_eval_plugins.model.batch_size import MOST_SLOTS
-from tests.support.checkpoints import image, load_lm, requests, write_video
+from tests.support.checkpoints import image, load_lm, requests, texts
 
 CELL = {"method": "snapkv", "ratio": 0.5, "window_size": 4}
 DOCS = [{"text": "what word is on the red sign?" * (n % 3), "images": [image(n)] * (n % 2)} for n in range(5)]
 DOCS[0]["text"] = "hello"
-
-
-def texts(results) -> list[str]:
-    return [result.text for result in results]
 
 
 def asked(lm, docs=DOCS, **kwargs):
@@ -76,18 +72,6 @@ def test_rows_say_how_long_each_waited_and_what_all_slots_held(checkpoint):
     assert long["peak_kv_bytes"] >= 2 * min(row["kv_bytes_end"] for row in rows if row["tokens_out"] > 1)
     assert max(waited) < wall
     assert 0.5 * max(waited) < sum(row["share_s"] for row in rows) < wall  # preparing is no part of it
-
-
-@pytest.mark.parametrize(("family", "piece"), [("llava-onevision", 256), ("qwen3-vl", 16), ("internvl", 16)])
-def test_images_and_videos_of_other_families(checkpoint, tmp_path, family, piece):
-    video = write_video(tmp_path / "a.mp4")
-    docs = [*DOCS[:3], {"text": "which of the two?", "images": [image(1), image(2, 64, 64)]}]
-    docs += [{"text": "in either clip?", "videos": [video, video]}]
-    sizes = ({}, {"slots": 3}, {"slots": 3, "prefill_tokens": piece})
-    one, *others = (load_lm(checkpoint(family), max_new_tokens=4, **CELL, **size) for size in sizes)
-    expected = one.generate_until(requests(one, docs))
-    for many in others:
-        assert many.generate_until(requests(many, docs)) == expected
 
 
 @pytest.mark.parametrize(

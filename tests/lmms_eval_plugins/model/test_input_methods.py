@@ -7,7 +7,7 @@ from kvcompress.scoring.vision import vision_token_mask
 from lmms_eval_plugins.leaderboard import plausible
 from lmms_eval_plugins.model.arguments import make_compression
 from lmms_eval_plugins.model.reduced_inputs import shrunk
-from tests.support.checkpoints import image, load_lm, requests, write_video
+from tests.support.checkpoints import answer, image, load_lm, requests, write_video
 
 PICTURE = image(0, 128, 96)
 DOCS = [{"text": f"what is on sign {n}?", "images": [image(n % 2, 128, 96)]} for n in range(3)]
@@ -19,7 +19,7 @@ SIZES = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def video(tmp_path_factory):
+def large_video(tmp_path_factory):
     return write_video(tmp_path_factory.mktemp("video") / "a.mp4", width=128, height=96)
 
 
@@ -75,9 +75,9 @@ def test_a_floor_is_named_too(checkpoint):
         prepared(lm, DOCS[0], "downsample", 0.1)
 
 
-def test_of_a_video_frames_shrink_and_only_if_asked_their_number_does(checkpoint, video):
+def test_of_a_video_frames_shrink_and_only_if_asked_their_number_does(checkpoint, large_video):
     lm = load_lm(checkpoint("qwen2-vl"), max_frames_num=8)
-    doc = {"text": "?", "videos": [video]}
+    doc = {"text": "?", "videos": [large_video]}
     full, all_tokens, _ = prepared(lm, doc, "full")
     smaller, tokens, _ = prepared(lm, doc, "downsample", 0.5)
     assert len(smaller.videos[0]) == len(full.videos[0]) == 8
@@ -104,9 +104,7 @@ def test_blind_is_the_prompt_of_the_same_question_without_pictures(checkpoint, f
 
 
 def answers(lm, cell, docs=DOCS):
-    lm.set_cell(**cell)
-    lm.reset_rows()
-    return tuple(result.text for result in lm.generate_until(requests(lm, docs, max_new_tokens=4)))
+    return tuple(answer(lm, cell, docs, max_new_tokens=4)[0])
 
 
 CELLS = [{"method": "downsample", "ratio": 0.5}, {"method": "full"}, {"method": "blind"}]

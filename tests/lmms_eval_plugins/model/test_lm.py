@@ -16,14 +16,9 @@ import lmms_eval_plugins.model
 from lmms_eval_plugins.model.answering import Answering
 from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT
 from lmms_eval_plugins.model.lm import KVCompressLM
-from tests.support.checkpoints import image, load_lm, messages, requests, write_video
+from tests.support.checkpoints import image, load_lm, messages, requests, texts
 
 VLM_FAMILIES = ("llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "internvl")
-
-
-@pytest.fixture(scope="module")
-def video(tmp_path_factory):
-    return write_video(tmp_path_factory.mktemp("video") / "a.mp4")
 
 
 @pytest.fixture(scope="module")
@@ -45,39 +40,7 @@ def test_the_model_is_had_from_its_package_too():
         lmms_eval_plugins.model.NoSuchLM  # noqa: B018 (reading it is the test)
 
 
-def docs_of_every_kind(video: str) -> list[dict]:
-    return [
-        {"text": "what word is on the red sign?", "images": [image(0)]},
-        {"text": "hello"},
-        {"text": "which of the two?", "images": [image(1), image(2, 64, 64)]},
-        {"text": "what happens in the clip?", "videos": [video]},
-        {"text": "in either clip?", "videos": [video, video]},
-    ]
-
-
-def texts(results) -> list[str]:
-    return [result.text for result in results]
-
-
 # -- prompts and answers ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", VLM_FAMILIES)
-def test_answers_of_a_mixed_batch_are_those_of_each_document_alone(checkpoint, video, family):
-    """Text only, one image, several images, one video, several videos; compressed."""
-    docs = docs_of_every_kind(video)
-    cell = {"method": "snapkv", "ratio": 0.5, "window_size": 4}
-    alone = load_lm(checkpoint(family), batch_size=1, max_new_tokens=4, **cell)
-    together = load_lm(checkpoint(family), batch_size=len(docs), max_new_tokens=4, **cell)
-    expected = alone.generate_until(requests(alone, docs))
-    answers = together.generate_until(requests(together, docs))
-    assert texts(answers) == texts(expected)
-    fields = ("tokens_in", "tokens_out", "vision_tokens")
-    by_doc = [{row["doc_id"]: [row[name] for name in fields] for row in lm.rows} for lm in (alone, together)]
-    assert by_doc[0] == by_doc[1]
-    assert [by_doc[0][doc][2] > 0 for doc in range(len(docs))] == [True, False, True, True, True]
-    media = {row["doc_id"]: (row["images"], row["videos"]) for row in together.rows}
-    assert [media[doc] for doc in range(len(docs))] == [(1, 0), (0, 0), (2, 0), (0, 1), (0, 2)]
 
 
 @pytest.mark.parametrize("family", VLM_FAMILIES)
@@ -194,17 +157,6 @@ def test_rows_hold_every_field_and_go_to_json(lm):
     assert row["ttft_s"] > 0
     assert row["peak_memory_bytes"] > 0
     assert row["tokens_in"] > row["vision_tokens"] > 0
-
-
-def test_kv_bytes_are_a_rows_share_of_the_batch(checkpoint):
-    docs = [{"text": "hello"}] * 3
-    rows = []
-    for batch_size in (1, 3):
-        lm = load_lm(checkpoint("llama"), batch_size=batch_size)
-        lm.generate_until(requests(lm, docs))
-        rows.append(lm.rows[0])
-    for name in ("kv_bytes_prompt", "kv_bytes_end"):
-        assert rows[0][name] == rows[1][name]
 
 
 def test_each_cell_is_warmed_up_once_and_the_warm_up_is_not_counted(lm, monkeypatch):

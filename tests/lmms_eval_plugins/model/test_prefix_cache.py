@@ -8,7 +8,7 @@ from datasets import Dataset, Image, List, Value
 
 from lmms_eval_plugins.model.measurements import summarise
 from lmms_eval_plugins.model.shared_media import SharedMedia, media_columns
-from tests.support.checkpoints import image, load_lm, requests
+from tests.support.checkpoints import answer, image, load_lm, requests
 
 DOCS = [{"text": f"what word is on sign {n} of all?", "images": [image(n % 2)]} for n in range(6)]
 CELLS = [{"method": "snapkv", "ratio": 0.3}, {"method": "knorm", "ratio": 0.3}, {"method": "fastv", "ratio": 0.5}]
@@ -16,10 +16,7 @@ SIZES = pytest.mark.parametrize("size", [{}, {"batch_size": 2}, {"slots": 2}], i
 
 
 def answers(lm, cell, docs=DOCS):
-    lm.set_cell(**cell)
-    lm.reset_rows()
-    results = lm.generate_until(requests(lm, docs, max_new_tokens=4))
-    return [result.text for result in results], lm.gather_rows()
+    return answer(lm, cell, docs, max_new_tokens=4)
 
 
 @SIZES

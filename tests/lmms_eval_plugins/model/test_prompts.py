@@ -18,11 +18,6 @@ from lmms_eval_plugins.model.prompts import DoNotBatch, digest, in_order, parts_
 from tests.support.checkpoints import image, load_lm, messages, requests, write_video
 
 
-@pytest.fixture(scope="module")
-def video(tmp_path_factory):
-    return write_video(tmp_path_factory.mktemp("video") / "a.mp4")
-
-
 def test_a_begin_of_sequence_token_stands_in_the_prompt_once(checkpoint):
     """The template writes it, or for plain text the tokenizer; the two never both."""
     for family, template in (("qwen2-vl", "<7>Hi"), ("llama", "<7>Hi"), ("llama", "plain")):

@@ -1,20 +1,7 @@
 """The vision tower's calls, as they are noted for other cells."""
 
-import pytest
-
 from lmms_eval_plugins.model.vision_tower import VisionTower
-from tests.support.checkpoints import image, load_lm, requests, write_video
-
-
-@pytest.fixture(scope="module")
-def docs(tmp_path_factory) -> list[dict]:
-    video = write_video(tmp_path_factory.mktemp("video") / "a.mp4")
-    return [
-        {"text": "what word is on the red sign?", "images": [image(0)]},
-        {"text": "hello"},
-        {"text": "which of the two?", "images": [image(1), image(2, 64, 64)]},
-        {"text": "what happens in the clip?", "videos": [video]},
-    ]
+from tests.support.checkpoints import image, load_lm, requests
 
 
 def test_the_towers_hidden_states_do_not_stay_in_memory(checkpoint):
@@ -30,10 +17,10 @@ def test_the_towers_hidden_states_do_not_stay_in_memory(checkpoint):
     assert "get_image_features" not in vars(lm.model.base_model)
 
 
-def test_a_video_is_one_call_where_it_is_encoded_as_images(checkpoint, docs):
+def test_a_video_is_one_call_where_it_is_encoded_as_images(checkpoint, video):
     """Else its seconds would count twice."""
     lm = load_lm(checkpoint("qwen3-vl"))
-    inputs = lm.prepare(requests(lm, [docs[3]])).inputs
+    inputs = lm.prepare(requests(lm, [{"text": "what happens?", "videos": [video]}])).inputs
     with VisionTower(lm.model, {}) as tower:
         lm.model.base_model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"])
     assert list(tower.calls) == [("video", 0)]
