@@ -31,8 +31,10 @@ from .vision_tower import VisionTower
 
 @dataclass(frozen=True)
 class FlightRequest:
-    """A request to answer: a batch of one, how to generate, and whether to record what each layer stores."""
+    """A request to answer: its place among the caller's, a batch of one, how to generate, and whether to record what
+    each layer stores."""
 
+    place: int
     batch: Batch
     wanted: Generation
     record_kept: bool = False
@@ -70,8 +72,8 @@ class RunningRequest:
 
 
 class Flight:
-    """Answers requests in flight under the current compression: an iterable of (index of the request, its answers), in
-    the order in which they finish. Close its iterator: `contextlib.closing(iter(flight))`."""
+    """Answers requests in flight under the current compression: an iterable of (request, its answers), in the order in
+    which they finish. Close its iterator: `contextlib.closing(iter(flight))`."""
 
     def __init__(self, answering: Answering, requests: Iterable[FlightRequest], limits: Limits, keeps: bool = True):
         """`requests` is consumed as slots become free. `keeps`: whether what is computed may be reused."""
@@ -87,7 +89,7 @@ class Flight:
         self._spent_s = self._aside_s = self._saved_s = 0.0
         self._counted_s = 0.0  # attributed to answers so far
 
-    def __iter__(self) -> Iterator[tuple[int, Answers]]:
+    def __iter__(self) -> Iterator[tuple[FlightRequest, Answers]]:
         waiting = iter(self._waiting)
         first = next(waiting, None)
         if first is None:
@@ -105,13 +107,14 @@ class Flight:
             while (answer := self._next()) is not None:
                 if answer.error is not None:
                     raise answer.error
-                yield answer.index, self._answers(answer)
+                each = self._running.pop(answer.index)
+                yield each.request, self._answers(answer, each)
 
     def _warm_up(self, first: FlightRequest) -> None:
         """Answer a request with a few tokens, without counting it."""
         wanted = replace(first.wanted, arguments=with_few_tokens(first.wanted.arguments))
         self._answering.is_warm = True
-        for _ in Flight(self._answering, [FlightRequest(first.batch, wanted)], self._limits, keeps=False):
+        for _ in Flight(self._answering, [FlightRequest(0, first.batch, wanted)], self._limits, keeps=False):
             pass
 
     def _next(self) -> Answer | None:
@@ -175,8 +178,7 @@ class Flight:
         each.aside_s = time.perf_counter() - start
         self._aside_s += each.aside_s
 
-    def _answers(self, answer: Answer) -> Answers:
-        each = self._running.pop(answer.index)
+    def _answers(self, answer: Answer, each: RunningRequest) -> Answers:
         flight, wanted, tokens_out = self._flight, each.request.wanted, len(answer.tokens)
         tpot_s = answer.tpot_s
         if tpot_s is not None:  # it includes other requests' prefills

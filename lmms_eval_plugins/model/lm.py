@@ -177,7 +177,6 @@ class KVCompressLM(Answerer):
         key = self._sort_key(requests)
         order = sorted(range(len(requests)), key=lambda place: key(requests[place]))
         results: list[GenerationResult | None] = [None] * len(requests)
-        given: list[tuple[int, Batch] | None] = []  # index in `requests`, inputs; None once answered
         elapsed = []
 
         def done(place: int, result: GenerationResult, seconds: float) -> None:
@@ -192,23 +191,20 @@ class KVCompressLM(Answerer):
                     (result,), seconds = known
                     done(place, result, seconds)
                     continue
-                given.append((place, batch))
                 wanted = self._wanted(request)
                 self._times_asked[question(request)] += 1
-                yield FlightRequest(batch, wanted, self._has_overlay(request))
+                yield FlightRequest(place, batch, wanted, self._has_overlay(request))
 
         limits = self.sizes.limits([requests[place] for place in order])
         with (
             ahead(lambda place: (place, self.prepare([requests[place]])), order, self.args.batches_ahead) as prepared,
             closing(iter(Flight(self.answering, unanswered(prepared), limits))) as flight,
         ):
-            for number, answers in flight:
-                place, batch = given[number]
-                given[number] = None
-                counted = len(self.rows)
-                (result,) = self._results([requests[place]], batch, answers)
-                self._store([requests[place]], batch, ([result], answers.seconds), self.rows[counted:])
-                done(place, result, answers.seconds)
+            for asked, answers in flight:
+                request, counted = [requests[asked.place]], len(self.rows)
+                (result,) = self._results(request, asked.batch, answers)
+                self._store(request, asked.batch, ([result], answers.seconds), self.rows[counted:])
+                done(asked.place, result, answers.seconds)
         return results, sum(elapsed)
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[list[str]]:
