@@ -72,7 +72,6 @@ NOT_RUN = {
     "a GPU": r"--device cuda|bench_gpu\.sh --stage \d$|pytest -m gpu|tests\.gpu\.pretended",
     "an account of wandb": r": wandb ",
     "a Ray cluster, which test_ray_cluster.py starts": r"--ray ",
-    "an environment with kvpress": r"--kvpress-python",
     "a model of text only, and a book": r"kvcompress (calibrate|train \w+) MODEL .*--text",
     "a model of text only, which test_instructions.py asks": r"run_eval\.sh several_instructions",
     "it installs": r": (\.venv/bin/)?pip |: python3 -m venv|test_(pythons|versions|openvino|engines)\.sh|lock\.sh",
