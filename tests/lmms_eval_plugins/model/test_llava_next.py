@@ -129,24 +129,13 @@ def test_a_setting_that_transformers_lacks_is_an_error_that_names_it(original, s
         load(original, **{setting: value})
 
 
-def test_grid_given_as_a_range_of_tiles_is_the_published_list():
-    config = {"mm_vision_tower": "google/siglip-so400m-patch14-384", "image_grid_pinpoints": "(1x1),...,(6x6)"}
-    tiles = [384 * i for i in range(1, 7)]
-    assert sorted(llava_next._grid_pinpoints(config)) == [[h, w] for h in tiles for w in tiles]
-
-
-def test_grid_resolutions_turn_from_width_height_to_height_width():
-    config = {"image_grid_pinpoints": [[384, 768], [1152, 384]]}
-    assert llava_next._grid_pinpoints(config) == [[768, 384], [384, 1152]]
-
-
 def test_published_7b_config_maps_to_the_shapes_of_the_hub_conversion(original):
     """The values of lmms-lab/llava-onevision-qwen2-7b-ov against those of llava-hf/llava-onevision-qwen2-7b-ov-hf."""
     processor = llava_next.load_processor(str(original), json.loads((original / "config.json").read_text()))
     config = {
         "model_type": "llava_qwen",
         "image_aspect_ratio": "anyres_max_9",
-        "image_grid_pinpoints": [[384 * w, 384 * h] for w in range(1, 7) for h in range(1, 7)],
+        "image_grid_pinpoints": "(1x1),...,(6x6)",
         "mm_vision_tower": "google/siglip-so400m-patch14-384",
         "hidden_act": "silu",
         "hidden_size": 3584,
@@ -167,11 +156,11 @@ def test_published_7b_config_maps_to_the_shapes_of_the_hub_conversion(original):
     assert (text.hidden_size, text.num_hidden_layers, text.num_key_value_heads) == (3584, 28, 4)
     assert text.rope_parameters["rope_theta"] == 1000000.0
     assert not text.use_sliding_window
-    assert (vision.num_hidden_layers, vision.image_size, vision.patch_size, vision.vision_use_head) == (
-        26,
-        384,
-        14,
-        False,
-    )
+    assert (vision.num_hidden_layers, vision.image_size, vision.patch_size) == (26, 384, 14)
+    assert not vision.vision_use_head
     assert (converted.vision_feature_layer, converted.vision_aspect_ratio) == (-1, "anyres_max_9")
-    assert len(converted.image_grid_pinpoints) == 36
+    tiles = [384 * i for i in range(1, 7)]
+    assert sorted(converted.image_grid_pinpoints) == [[h, w] for h in tiles for w in tiles]
+    config["image_grid_pinpoints"] = [[384, 768], [1152, 384]]  # width, height
+    found = llava_next.convert_config(config, processor.tokenizer)
+    assert found.image_grid_pinpoints == [[768, 384], [384, 1152]]
