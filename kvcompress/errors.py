@@ -47,10 +47,15 @@ def loading(name: str) -> Iterator[None]:
     except KVCompressError:
         raise
     except Exception as error:
-        message = " ".join(str(error).split()) or "no reason given"
+        message = one_line(error) or "no reason given"
         raise KVCompressError(
             f"model {shown(name)} cannot be loaded: {type(error).__name__}: {message[:500]}"
         ) from error
+
+
+def one_line(error: object, most: int | None = None) -> str:
+    """Return an error's message in one line, of at most so many characters."""
+    return " ".join(str(error).split())[:most]
 
 
 def shown(value: object) -> str:

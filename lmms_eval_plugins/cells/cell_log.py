@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcompress.errors import nearest
+from kvcompress.errors import nearest, one_line
 
 from .errors import EvaluationFailed, UsageError
 from .machine import HUB, hub_is_reachable, is_offline, rank, say
@@ -115,7 +115,7 @@ def log_cell(job: Job, arguments: dict[str, str], with_samples: bool) -> None:
             if with_samples:
                 run.log({"samples": _samples(job)})
     except (wandb.Error, OSError) as error:
-        raise EvaluationFailed(f"wandb: {' '.join(str(error).split())}") from error
+        raise EvaluationFailed(f"wandb: {one_line(error)}") from error
 
 
 def _mode() -> str:
@@ -221,7 +221,7 @@ def push_cell(job: Job, arguments: dict[str, Any]) -> None:
                     commit_message=f"{job.cell.task}: {job.folder.name}",
                 )
     except Exception as error:  # errors of the client, its HTTP library and the system share no base class
-        message = " ".join(str(error).split())[:300]
+        message = one_line(error, 300)
         raise EvaluationFailed(f"the hub refused the upload: {type(error).__name__}: {message}") from error
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcompress.errors import nearest, shown
+from kvcompress.errors import nearest, one_line, shown
 
 from .errors import DamagedFile, EvaluationFailed, UsageError
 from .machine import HUB, is_offline
@@ -35,10 +35,8 @@ def find_tasks(names: list[str], include_path: Path | None) -> "TaskManager":
     try:
         manager = TaskManager(include_path=[str(BUNDLED_TASKS), str(include_path)])
     except Exception as error:  # lmms-eval raises anything for a bad task file
-        message = " ".join(str(error).split())
-        raise UsageError(
-            f"--include_path {include_path}: a task file is wrong: {type(error).__name__}: {message}"
-        ) from error
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise UsageError(f"--include_path {include_path}: a task file is wrong: {reason}") from error
     for name in names:
         if name not in manager.all_tasks:
             raise UsageError(f"unknown task {name!r}{nearest(name, manager.all_tasks)}")
@@ -78,15 +76,13 @@ def load_tasks(
         raise
     except Exception as error:
         if files:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            reason = f"{type(error).__name__}: {one_line(error, 300)}"
             raise DamagedFile(f"the data of task {name!r} cannot be read from {', '.join(files)}: {reason}") from error
         own = own_file(manager, name)
         if own is not None and missing:
             raise DamagedFile(f"task file {own}: there is no file {shown(missing[0])}") from error
         if own is not None and not isinstance(error, OSError):  # an OSError means missing data
-            raise DamagedFile(
-                f"task file {own}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            ) from error
+            raise DamagedFile(f"task file {own}: {type(error).__name__}: {one_line(error, 300)}") from error
         raise EvaluationFailed(data_error(name, error, data_root)) from error
 
 
@@ -215,7 +211,7 @@ def one_attempt() -> Iterator[None]:
 
 def data_error(task: str, error: Exception, data_root: Path | None) -> str:
     """Say in one line what is missing and which command gets it."""
-    message = " ".join(str(error).split())
+    message = one_line(error)
     if type(error).__module__.startswith("openai"):  # the task's code creates its client on import
         return no_key(task, ["OPENAI_API_KEY"])
     repository = re.search(r"['\"]([\w.-]+/[\w.-]+)['\"]", message)

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcompress.errors import one_line
+
 from .data import limited, working_directory
 from .errors import DamagedFile, EvaluationFailed, UsageError
 from .machine import say
@@ -75,7 +77,7 @@ def check_integrity(
                     prompt = read_messages(messages, max_frames_num=1)
                     task.doc_to_target(doc)
             except Exception as error:  # a task's own code may raise anything
-                broken.append(f"question {doc_id}: {type(error).__name__}: {' '.join(str(error).split())[:150]}")
+                broken.append(f"question {doc_id}: {type(error).__name__}: {one_line(error, 150)}")
             else:
                 counted["image"] += len(prompt.images)
                 counted["video"] += len(prompt.videos)

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from kvcompress.errors import one_line
+
 from .results import DamagedFile, dumps, write_text
 
 SURVIVORS_FILE = "survivors.jsonl"
@@ -126,5 +128,5 @@ def _read(folder: Path) -> tuple[int, list[dict[str, Any]]]:
                 unpacked(entry[kind])
             needs(entry)
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, zlib.error) as error:
-        raise DamagedFile(f"{SURVIVORS_FILE} is damaged: {' '.join(str(error).split())}") from None
+        raise DamagedFile(f"{SURVIVORS_FILE} is damaged: {one_line(error)}") from None
     return asked, entries

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvcompress.errors import one_line
+
 from .errors import DamagedFile, leave_out
 
 RESULTS_FILE = "results.json"
@@ -115,7 +117,7 @@ def read_results(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:  # ValueError: neither UTF-8 nor JSON
-        raise DamagedFile(f"{RESULTS_FILE} is damaged: {_one_line(error)}") from None
+        raise DamagedFile(f"{RESULTS_FILE} is damaged: {one_line(error)}") from None
     from .contents import Results, fault  # takes a tenth of a second, which a wrong command line should not wait for
 
     if wrong := fault(results, Results):
@@ -131,7 +133,7 @@ def read_samples(folder: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        raise DamagedFile(f"{SAMPLES_FILE} is damaged: {_one_line(error)}") from None
+        raise DamagedFile(f"{SAMPLES_FILE} is damaged: {one_line(error)}") from None
     from .contents import Sample, fault
 
     for number, sample in enumerate(samples, 1):
@@ -146,10 +148,6 @@ def read_cell(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if len(samples) != results["n_samples"]:
         raise DamagedFile(f"{len(samples)} samples on disk, but {results['n_samples']} were evaluated")
     return results, samples
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def incomplete_reason(folder: Path, fingerprint: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:

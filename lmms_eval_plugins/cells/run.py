@@ -19,6 +19,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcompress.errors import one_line
+
 from ..text.run import evaluate_text
 from ..text.tasks import TextTask
 from .data import filter_names, limited, working_directory
@@ -162,7 +164,7 @@ def named_failure(job: Job, watch: JudgeWatch) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # tasks exit if a video is missing
-        message = " ".join(str(error).split())
+        message = one_line(error)
         if watch.is_on:
             raise EvaluationFailed(
                 f"{task}: scoring failed: {type(error).__name__}: {message}; the answers are stored, and the same "
@@ -351,8 +353,7 @@ def load_model(arguments: "ModelArguments", needs_template: bool = True) -> "KVC
     try:
         return KVCompressLM(needs_template=needs_template, **arguments.model_dump(exclude_unset=True))
     except (OSError, ImportError) as error:
-        message = " ".join(str(error).split())
-        raise EvaluationFailed(f"model {arguments.pretrained} could not be loaded: {message[:500]}") from error
+        raise EvaluationFailed(f"model {arguments.pretrained} could not be loaded: {one_line(error, 500)}") from error
 
 
 def quiet(verbosity: str) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import yaml
 
+from kvcompress.errors import one_line
 from kvcompress.flag_types import shown
 
 from .errors import UsageError
@@ -36,7 +37,7 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise UsageError(f"{what} {path} is not UTF-8 text") from None
     except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
-        raise UsageError(f"{what} {path} is not YAML: {' '.join(str(error).split())[:300]}") from None
+        raise UsageError(f"{what} {path} is not YAML: {one_line(error, 300)}") from None
     if not isinstance(found, dict):
         raise UsageError(f"{what} {path} holds {shown(found)}, not keys with values")
     if wrong := [key for key in found if not isinstance(key, str)]:

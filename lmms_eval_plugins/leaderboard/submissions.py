@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvcompress.errors import one_line
 from kvcompress.flag_types import shown
 
 from ..cells.errors import UsageError
@@ -40,5 +41,5 @@ def unpacked(path: Path) -> Iterator[Path]:
             with tarfile.open(path) as archive:
                 archive.extractall(folder, filter="data")  # only plain files, none outside the folder
         except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError) as error:
-            raise UsageError(f"{str(path)!r} cannot be unpacked: {' '.join(str(error).split())}") from None
+            raise UsageError(f"{str(path)!r} cannot be unpacked: {one_line(error)}") from None
         yield Path(folder)

@@ -28,7 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvcompress import KVCompressError
 from kvcompress.command_line import called
-from kvcompress.errors import MOST, loading, shown
+from kvcompress.errors import MOST, loading, one_line, shown
 
 from . import llava_next
 from .arguments import LLAVA_ONEVISION_ARGUMENTS, ModelArguments
@@ -131,7 +131,7 @@ def check_checkpoint(pretrained: str, config: dict[str, Any], quantization: str 
     try:
         AutoHfQuantizer.from_config(found, pre_quantized=True).validate_environment(device_map=device)
     except (ImportError, RuntimeError, ValueError) as error:
-        message = " ".join(str(error).split())
+        message = one_line(error)
         if method == "gptq":  # transformers may name neither of its two packages
             message += "; it needs: pip install optimum gptqmodel"
         raise KVCompressError(f"{pretrained} is quantized ({method}) and cannot be loaded: {message}") from error

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
-from kvcompress.errors import MOST, nearest, shown
+from kvcompress.errors import MOST, nearest, one_line, shown
 
 from ..cells.errors import UsageError
 from ..cells.results import exact
@@ -151,7 +151,7 @@ def load_reference(config: Reproduction, path: Path) -> dict[tuple[str, ...], tu
     try:
         frame = pd.read_csv(file)
     except (ValueError, OSError) as error:  # includes pandas' errors and UnicodeDecodeError
-        raise UsageError(f"{file} is not a CSV file: {' '.join(str(error).split())[:300]}") from None
+        raise UsageError(f"{file} is not a CSV file: {one_line(error, 300)}") from None
     if missing := [column for column in REFERENCE_COLUMNS if column not in frame]:
         raise UsageError(f"{file}: no column {', '.join(missing)}; it needs {', '.join(REFERENCE_COLUMNS)}")
     for column, entries in (("model", config.models), ("benchmark", config.benchmarks), ("method", config.methods)):

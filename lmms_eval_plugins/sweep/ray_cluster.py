@@ -11,6 +11,7 @@ from ray.exceptions import RayError, RayTaskError
 from tqdm import tqdm
 
 from kvcompress.command_line import interrupt_on_signals
+from kvcompress.errors import one_line
 
 from ..cells.errors import EvaluationFailed
 from .runner import Sweep
@@ -52,7 +53,7 @@ def run_on_ray(sweep: Sweep, address: str, cpus: int = 1, workers: int | None = 
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", **settings)
     except (ConnectionError, ValueError) as error:
         hint = "; if the cluster requires a token, set RAY_AUTH_MODE=token here too" if address != "local" else ""
-        raise EvaluationFailed(f"Ray cluster {address!r}: {' '.join(str(error).split())}{hint}") from error
+        raise EvaluationFailed(f"Ray cluster {address!r}: {one_line(error)}{hint}") from error
     interrupt_on_signals()  # Ray has replaced our handlers
     try:
         has = ray.cluster_resources()
@@ -145,7 +146,7 @@ class Pool:
         elif trials:
             self._end(trials, error)
         else:
-            raise EvaluationFailed(f"no worker starts on the Ray cluster: {' '.join(str(error).split())[:500]}")
+            raise EvaluationFailed(f"no worker starts on the Ray cluster: {one_line(error, 500)}")
         self.start()
 
     def _end(self, trials: list[Trial], error: Exception | None = None) -> None:

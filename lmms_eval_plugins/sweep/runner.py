@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from kvcompress.errors import nearest
+from kvcompress.errors import nearest, one_line
 
 from ..cells.cell_log import cell_values, log_results
 from ..cells.data import find_tasks
@@ -85,7 +85,7 @@ class Sweep:
 
     def fail(self, trial: Trial, error: Exception) -> None:
         """Record a failure and go on with the other trials. Raises EvaluationFailed if the first ones all fail."""
-        text = f"{self.label(trial)} failed: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        text = f"{self.label(trial)} failed: {type(error).__name__}: {one_line(error, 500)}"
         self.failures.append(text)
         self.say(text)
         if len(self.failures) >= MOST_FIRST_FAILURES and not self._finished:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcompress.errors import one_line
 from kvcompress.flag_types import shown
 
 from ..cells import results
@@ -160,7 +161,7 @@ def wandb_run(parameters: dict[str, Any], **settings: Any) -> Iterator["wandb.Ru
     try:
         run = wandb.init(job_type="trial", **settings)
     except wandb.Error as error:
-        raise EvaluationFailed(f"wandb: {' '.join(str(error).split())}") from error
+        raise EvaluationFailed(f"wandb: {one_line(error)}") from error
     with run:
         yield run
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvcompress import KVCompressError
+from kvcompress.errors import one_line
 from kvcompress.files import parse_json
 from kvcompress.speech.report import how_it_sounds
 from kvcompress.speech.strategies import STRATEGIES
@@ -33,7 +34,7 @@ def speech_data(file: Path) -> dict[str, Any]:
         if content["warm"]:
             return page_of(content, file.parent)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        what = f"{type(error).__name__}: {one_line(error, 200)}"
         raise KVCompressError(f"{str(file)!r} is not the result of a speech run ({what})") from None
     raise KVCompressError(f"{str(file)!r} has no finished warm round: continue it with --resume")
 
