@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from lmms_eval.tasks import TaskManager
 
     from ..model.arguments import ModelArguments
-    from ..model.input_methods import Chosen
 
 MOST_DRAWS = 1000
 # Switches that change answers or scores.
@@ -276,60 +275,46 @@ def draws_of(options: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**options, "seed": seed} for seed in range(first, last + 1)]
 
 
-def _draws(
-    method: str, request: Request, arguments: "ModelArguments", draws: list[dict[str, Any]]
-) -> list[tuple["Chosen", dict[str, object]]]:
-    """Return `_chosen` for each draw; a method without a seed has one."""
-    chosen = _chosen(method, request, arguments, draws[0])
-    if "seed" not in chosen[0].options:
-        return [chosen]
-    return [chosen, *(_chosen(method, request, arguments, draw) for draw in draws[1:])]
+# Options, those that differ from their defaults, and the sizes as arguments of `Cell`.
+Draw = tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]
 
 
-def _chosen(
-    method: str, request: Request, arguments: "ModelArguments", options: dict[str, Any]
-) -> tuple["Chosen", dict[str, object]]:
-    """Return a method with those of the options that it has, at any size, and its defaults.
+def _draws(method: str, request: Request, arguments: "ModelArguments", draws: list[dict[str, Any]]) -> list[Draw]:
+    """Return the draws of a method, with those of the options that it has; a method without a seed has one draw.
 
-    Raises KVCompressError if it cannot run with these options and arguments.
+    `full`, `blind`, and a method whose preset sets the size, have a single size. Raises KVCompressError if the method
+    cannot run with these options and arguments.
     """
     from kvcompress.policy.conflicts import TENSOR_PARALLEL, check_conflicts
 
     from ..model.arguments import check_slots
     from ..model.input_methods import choose, method_options, size_of
 
-    defaults = method_options(method, options.get("scorer"))
-    own = {name: value for name, value in options.items() if name in defaults}
-    any_size = 1.0 if (request.ratios or request.budgets) and not size_of(method) else None
-    chosen = choose(method, any_size, None, own)
-    if arguments.tp_plan is not None:
-        check_conflicts(chosen.policy, TENSOR_PARALLEL)
-    check_slots(arguments.slots, chosen.options)
-    return chosen, defaults
+    defaults, own_size, found = method_options(method, draws[0].get("scorer")), size_of(method), []
+    sizes = [{"ratio": ratio} for ratio in request.ratios] + [{"budget": size} for size in request.budgets]
+    for options in draws if "seed" in defaults else draws[:1]:
+        own = {name: value for name, value in options.items() if name in defaults}
+        chosen = choose(method, 1.0 if sizes and not own_size else None, None, own)
+        if arguments.tp_plan is not None:
+            check_conflicts(chosen.policy, TENSOR_PARALLEL)
+        check_slots(arguments.slots, chosen.options)
+        changed = {name: value for name, value in chosen.options.items() if value != defaults[name]}
+        of_preset = chosen.policy.budget
+        of_method = [own_size] if own_size else sizes or [{"ratio": of_preset.ratio, "budget": of_preset.entries}]
+        found.append((chosen.options, changed, of_method))
+    return found
 
 
 def _cells(
-    request: Request,
-    methods: dict[str, list[tuple["Chosen", dict[str, object]]]],
-    settings: dict[str, Any],
-    of_text: dict[str, Any],
+    request: Request, methods: dict[str, list[Draw]], settings: dict[str, Any], of_text: dict[str, Any]
 ) -> list[tuple[Cell, dict[str, Any]]]:
-    """Return the cells: tasks x methods x sizes. An option goes to every method that has it. `full`, `blind`, and a
-    method whose preset sets the size, have a single size. `methods`: name -> each draw of the method, with its
-    defaults; `of_text`: further settings of lm-eval's tasks."""
-    from ..model.input_methods import size_of
-
-    sizes = [{"ratio": ratio} for ratio in request.ratios] + [{"budget": size} for size in request.budgets]
-    of_methods = []
-    for method, (chosen, defaults) in ((method, draw) for method, draws in methods.items() for draw in draws):
-        changed = {name: value for name, value in chosen.options.items() if value != defaults[name]}
-        own_size, of_preset = size_of(method), chosen.policy.budget
-        of_method = [own_size] if own_size else sizes or [{"ratio": of_preset.ratio, "budget": of_preset.entries}]
-        of_methods.append((method, chosen.options, changed, of_method))
+    """Return the cells, tasks x methods x sizes, with all their options; `of_text`: further settings of lm-eval's
+    tasks."""
     own = {task: of_text if is_lm_eval(task, request.flags.include_path) else {} for task in request.tasks}
     return [
-        (Cell(task, request.model, method, **size, options=changed, settings={**settings, **own[task]}), in_force)
+        (Cell(task, request.model, method, **size, options=changed, settings={**settings, **own[task]}), options)
         for task in request.tasks
-        for method, in_force, changed, of_method in of_methods
-        for size in of_method
+        for method, draws in methods.items()
+        for options, changed, sizes in draws
+        for size in sizes
     ]

@@ -76,22 +76,15 @@ def evaluate_cell(lm: "KVCompressLM", job: Job) -> None:
     from ..model.answer_store import AnswerStore
     from ..model.fewshot import FewShot
 
-    cell, asked = job.cell, job.plan.request.flags.overlays
+    cell, flags = job.cell, job.plan.request.flags
     lm.set_cell(cell.method, cell.ratio, cell.budget, **job.options)
-    lm.overlays = asked
-    flags = job.plan.request.flags
+    lm.overlays = flags.overlays
     lm.few_shot = FewShot(flags.seed[3], flags.fewshot_as_multiturn)
     found = environment(lm, isinstance(job.asked, TextTask))
     identity = json.loads(dumps({"fingerprint": job.fingerprint, "environment": found}))
     lm.answer_store = None if flags.use_cache is None else AnswerStore(flags.use_cache, identity, rank())
     lm.reset_rows()
-
-    def keep_answers() -> None:
-        rows = lm.gather_rows()
-        if rank() == 0:
-            write_kept_answers(job.folder, job.fingerprint, KeptAnswers(rows, found, asked))
-
-    score_cell(lm, job, found, asked, keep_answers)
+    score_cell(lm, job, found, flags.overlays, keeps_answers=True)
 
 
 def score_again(job: Job, answers: KeptAnswers) -> None:
@@ -100,16 +93,16 @@ def score_again(job: Job, answers: KeptAnswers) -> None:
 
     say(f"scoring the answers of an earlier run: {job.folder.name}")
     lm = AnsweredLM(job.plan.arguments, answers.rows)
-    score_cell(lm, job, answers.environment, answers.overlays, lambda: None)
+    score_cell(lm, job, answers.environment, answers.overlays, keeps_answers=False)
 
 
-def score_cell(lm: "Answerer", job: Job, found: dict[str, Any], asked: int, keep_answers: Callable[[], None]) -> None:
+def score_cell(lm: "Answerer", job: Job, found: dict[str, Any], asked: int, keeps_answers: bool) -> None:
     """Let lmms-eval ask `lm` and score its answers; write the cell's folder (rank 0; all ranks call this).
 
     Args:
         found: the environment in which the answers were generated.
         asked: for how many questions of each task the kept tokens are recorded.
-        keep_answers: called by all ranks after answering and before scoring.
+        keeps_answers: whether to store the answers before they are scored.
     """
     from ..model.measurements import summarise
     from ..model.ranks import of_each_rank
@@ -119,7 +112,9 @@ def score_cell(lm: "Answerer", job: Job, found: dict[str, Any], asked: int, keep
         with working_directory(job.plan.data_root), scorers_watched() as watch:
 
             def answered() -> None:
-                keep_answers()
+                rows = lm.gather_rows()
+                if keeps_answers and rank() == 0:
+                    write_kept_answers(job.folder, job.fingerprint, KeptAnswers(rows, found, asked))
                 watch.is_on = True
 
             lm.when_answered = answered
