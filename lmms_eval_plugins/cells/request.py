@@ -103,13 +103,7 @@ def flag_parser() -> argparse.ArgumentParser:
     add("--device", type=label, help="cuda, cuda:0, mps, cpu (default: a CUDA GPU if there is one)")
     add("--log_samples", action="store_true", help="always on")
     add("--verbosity", default="WARNING", type=str.upper, choices=LEVELS, help="log level of lmms-eval (WARNING)")
-    _add_evaluator_flags(parser)
-    return parser
-
-
-def _add_evaluator_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of lmms-eval's that work here as they do there."""
-    add = parser.add_argument
+    # Those of lmms-eval's that work here as they do there.
     add("--max_batch_size", type=whole(1), metavar="N", help="with --batch_size auto, the most prompts per batch (64)")
     add("--offset", type=whole(), default=0, metavar="N", help="leave out each task's first N questions (0)")
     add("-n", "--repeats", "--num_samples", type=whole(1), default=1, metavar="N", help="answers per question (1)")
@@ -148,6 +142,7 @@ def _add_evaluator_flags(parser: argparse.ArgumentParser) -> None:
     add("--wandb_args", type=_key_values, metavar="a=1,b=2", help="log a run per cell; arguments of wandb.init")
     add("--wandb_log_samples", action="store_true", help="with --wandb_args, also log the answers")
     add("--hf_hub_log_args", type=_hub_arguments, metavar="a=1,b=2", help="push results to the hub")
+    return parser
 
 
 def check_known(flag: str, valid: list[str]) -> None:
