@@ -54,10 +54,13 @@ def test_images_for_a_text_only_model_are_an_error(checkpoint):
         lm.generate_until(requests(lm, [{"text": "?", "images": [image(0)]}]))
 
 
-def test_system_prompt_is_the_first_message(checkpoint):
+def test_system_prompt_is_the_first_message_in_place_of_the_tasks_own(checkpoint):
     lm = load_lm(checkpoint("qwen2-vl"), system_prompt="Be brief.")
     (request,) = requests(lm, [{"text": "hello"}])
     assert lm.tokenizer.decode(lm.prepare([request]).inputs["input_ids"][0]).startswith("[system] Be brief.[user]")
+    own = [{"role": "system", "content": [{"type": "text", "text": "Be long."}]}, *messages({"text": "hello"})]
+    prompt = lm.chat.read(ChatMessages(messages=own), "task")  # it replaces the task's own
+    assert lm.chat.text(prompt).startswith("[system] Be brief.[user]")
 
 
 def test_one_of_several_templates_of_a_checkpoint_goes_by_its_name(checkpoint, tmp_path):
