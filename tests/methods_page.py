@@ -77,16 +77,21 @@ For all methods, model families and random shapes, tests check that decoding equ
 hides exactly the evicted entries, that budgets are exact, and that a row does not depend on its batch. The column
 *checked by* names what also checks a method's own selection:
 
-- *authors' code*: the entries that the authors' released functions keep and merge on the same states
-  ([shares](../benchmarks/results/fidelity.md));
-- *kvpress*, *LightCompress*, *vllm*: the same with [kvpress](https://github.com/NVIDIA/kvpress),
-  [LightCompress](https://github.com/ModelTC/LightCompress) or an unmerged
-  [pull request to vLLM](https://github.com/vllm-project/vllm/pull/47967), which implement the method;
-- *formula*: a plain float64 reference with loops, written from the paper, where no code was released or none
-  corresponds to the default (`simlayerkv`'s authors' code is `variant="code"`, and checks it). `full` has the logits of
-  the plain model bit for bit, `random` its distribution, and `hindsight` the model's own attention weights;
-- *its parts*: it keeps the same entries as `adakv` with the scores and options of its recipe;
-- *its draws*: every token, and every pair of tokens, stays equally often.
+| | |
+|---|---|
+| authors' code | keeps and merges the same entries of the same states ([shares](../benchmarks/results/fidelity.md)) |
+| kvpress, LightCompress | the same, with [kvpress]'s or [LightCompress]'s implementation |
+| vllm | the same, with an unmerged [pull request to vLLM][47967] |
+| formula | a plain float64 reference, written from the paper, where no code was released, or none of the default |
+| its parts | it keeps the same entries as `adakv` with the scores and options of its recipe |
+| its draws | every token, and every pair of tokens, stays equally often |
+
+Of the formulas, `simlayerkv`'s `variant="code"` is checked by its authors' code, `full` by the plain model's logits bit
+for bit, `random` by its distribution, and `hindsight` by the model's own attention weights.
+
+[kvpress]: https://github.com/NVIDIA/kvpress
+[LightCompress]: https://github.com/ModelTC/LightCompress
+[47967]: https://github.com/vllm-project/vllm/pull/47967
 
 Differences that all methods share: [differences.md](differences.md). Vision-language methods on any prompt:
 [vision-methods.md](vision-methods.md).
