@@ -66,7 +66,8 @@ class Task:
         window_size: replaces a longer observation window in every method that has one; None: no replacement.
         shows: for each question a digest of what it is about, since questions about the same are not independent;
             empty: each is about something else.
-        calibrations: a folder with a file for each method that needs one; methods without a file are left out.
+        calibrations: a folder with a file for each method that needs one, or for a learned method the note of its
+            checkpoint, METHOD.json (benchmarks/learned.py); methods that need a calibration but have none are left out.
     """
 
     name: str
@@ -126,6 +127,8 @@ def cells_of(task: Task, methods: list[str]) -> list[Cell]:
                 calibration = task.calibrations and task.calibrations / f"{method}.safetensors"
                 if calibration is None or not calibration.exists():
                     continue
+            elif task.calibrations and (note := task.calibrations / f"{method}.json").exists():
+                calibration = note
             if (
                 info.options.get("answer_tokens", task.new_tokens) < task.new_tokens
             ):  # hindsight looks ahead at the whole answer
@@ -216,6 +219,18 @@ def compute(
         print(f"{task.name}: questions {start} to {batch.stop}: {len(missing)} cells in {seconds:.0f} s", flush=True)
 
 
+def learned(file: Path) -> dict[str, str]:
+    """Return the option that gives a method its calibration, or the checkpoint that a note names.
+
+    Raises FileNotFoundError if the checkpoint is not there."""
+    if file.suffix != ".json":
+        return {"calibration": str(file)}
+    note = json.loads(file.read_text(encoding="utf-8"))
+    if not Path(note["checkpoint"]).exists():
+        raise FileNotFoundError(f"{note['checkpoint']} is missing: {note['made by']}")
+    return {"checkpoint": note["checkpoint"]}
+
+
 def answer(
     task: Task, cell: Cell, inputs: dict[str, torch.Tensor], known: PromptPass | None
 ) -> tuple[torch.Tensor, PromptPass | None, list[list[float]]]:
@@ -226,7 +241,7 @@ def answer(
     options = {name: value for name, value in cell.protocol.options.items() if name in takes}
     options |= {**cell.column.options, **cell.options}
     if cell.calibration:
-        options["calibration"] = str(cell.calibration)
+        options |= learned(cell.calibration)
     with (
         SharedPrompt(task.model, known) as shared,
         kvcompress.compress(task.model, cell.method, cell.column.ratio, **options) as session,

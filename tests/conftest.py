@@ -34,6 +34,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    gc.set_threshold(10_000, 50, 100)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,9 +1,9 @@
 """docs/methods.md, the list of all registered methods, and docs/methods/: a page for each.
 
 `python -m tests.methods_page` writes them; tests/kvcompress/test_docs.py compares them with the registry. What a method
-keeps, its options and its paper stand in the method's file, its accuracy in the tables of benchmarks/results/. What
-checks it is listed here. The part of a page after its mark is written by hand and is kept: how the method differs from
-its paper and from the authors' code.
+keeps, its options and its paper stand in the method's file, its accuracy and how far the authors' code keeps the same
+in the tables of benchmarks/results/. What checks it is listed here. The part of a page after its mark is written by
+hand and is kept: how the method differs from its paper and from the authors' code.
 """
 
 import inspect
@@ -47,12 +47,20 @@ PROTOCOL = """\
 Percent of questions answered, with 95 % intervals, by the requested ratio. The answer's first token is also computed on
 the compressed cache. Brackets give the kept share if it differs from the ratio. ▼: worse than `random`.\
 """
+AGREEMENT = """\
+Of the entries that their code keeps on recorded states, the percent that ours keeps too, by ratio
+([how](../../benchmarks/results/fidelity.md)).\
+"""
+TOKEN_AGREEMENT = """\
+Of the recorded states that their code lets through, the percent that ours lets through too: the least of some prompts
+([how](../../benchmarks/results/fidelity.md)).\
+"""
 CHECKS = {
     AUTHORS: "the authors' code: the entries that it keeps and merges, recorded in `tests/oracle/authors/`",
     KVPRESS: "[kvpress](https://github.com/NVIDIA/kvpress), which implements the method, in the same way",
     LIGHTCOMPRESS: "[LightCompress](https://github.com/ModelTC/LightCompress), which has a port of the authors' code",
     VLLM: "a [pull request to vLLM](https://github.com/vllm-project/vllm/pull/47967) with the method, in the same way",
-    FORMULA: "a plain float64 reference, written from the paper, in `tests/oracle/`",
+    FORMULA: "a plain float64 reference in `tests/oracle/`",
     DRAWS: "its draws: every token, and every pair, stays equally often",
     PARTS: "its parts: it keeps the same entries as `adakv` with the scores and options of its recipe",
 }
@@ -142,7 +150,7 @@ def render() -> str:
 
 def made(name: str, info: MethodInfo) -> str:
     """A method's page down to its mark: what exactly is kept, in the words of the class; options with their defaults,
-    presets, what checks it, and its accuracy."""
+    presets, what checks it, its accuracy, and how far it agrees with the authors' code."""
     file = Path(sys.modules[info.cls.__module__].__file__).relative_to(ROOT)
     paper = f"Paper: [{paper_label(info.paper)}]({info.paper}). " if info.paper else ""
     options = ", ".join(f"`{option}={default}`" for option, default in info.options.items()) or "none"
@@ -161,7 +169,7 @@ def made(name: str, info: MethodInfo) -> str:
         parts.append(
             "\n".join(f"[{title}]: ../../benchmarks/results/method_table_{task}.md" for task, title in TITLES.items())
         )
-    return "\n\n".join(parts) + "\n\n" + MARK
+    return "\n\n".join([*parts, *agreement(name)]) + "\n\n" + MARK
 
 
 def accuracy(name: str) -> list[str]:
@@ -175,6 +183,35 @@ def accuracy(name: str) -> list[str]:
             if any(cells):
                 rows.append(f"| [{title}] | {' | '.join(cells)} |")
     return rows
+
+
+def agreement(name: str) -> list[str]:
+    """The method's rows in fidelity.md, with their notes; empty if nothing was recorded of it."""
+    text = (TABLES / "fidelity.md").read_text(encoding="utf-8").partition("## Variants")[0]
+    row = rf"^\| {re.escape(name)}(?:, ([^|<]*?))? ?(?:<sup>([\d, ]+)</sup> ?)?\| (\[[^|]*\]) \|([^|]*)\|(.*)\|$"
+    rows = re.findall(row, text, re.MULTILINE)
+    if not rows:
+        return []
+    marks = sorted({int(mark) for _, marks, *_ in rows for mark in marks.split(",") if mark})
+    if drops := len(rows[0][4].split("|")) == 1:  # a method that drops vision tokens: one share at several budgets
+        head = ["| with | code | budgets | the same |", "|---|---|---|---:|"]
+        lines = [f"| {with_ or 'defaults'} | {code} |{budgets}|{share}|" for with_, _, code, budgets, share in rows]
+    else:
+        evicts = any(any(cell for cell in shares.split("|")[4:]) for *_, shares in rows)
+        ratios = ["0.5", "0.2", "0.1", "0.05"]
+        columns = ratios + [f"decoded, {ratio}" for ratio in ratios] if evicts else ratios
+        head = [f"| with | code | {' | '.join(columns)} |", f"|---|---|{'---:|' * len(columns)}"]
+        lines = [
+            f"| {with_ or 'defaults'} | {code} | {' | '.join(shares.split('|')[: len(columns)])} |"
+            for with_, _, code, _, shares in rows
+        ]
+    notes = dict(re.findall(r"^(\d+)\. (.*(?:\n {3}.*)*)", text, re.MULTILINE))
+    said = [textwrap.fill(f"- {' '.join(notes[str(mark)].split())}", 118, subsequent_indent="  ") for mark in marks]
+    links = dict(re.findall(r"^(\[[^]]+\]): (\S+)$", text, re.MULTILINE))
+    parts = ["## Agreement", filled(TOKEN_AGREEMENT if drops else AGREEMENT), "\n".join([*head, *lines])]
+    if said:
+        parts.append("\n".join(['Where it is less than 100 ("it" and "there" are their code):', "", *said]))
+    return [*parts, "\n".join(f"{code}: {links[code]}" for code in sorted({code for _, _, code, *_ in rows}))]
 
 
 def filled(text: str) -> str:

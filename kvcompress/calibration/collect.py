@@ -61,7 +61,7 @@ def calibrate(
 
     Raises:
         KVCompressError: for a method that is not calibrated, no prompts, a batch of several, or a prompt or model that
-        the method cannot use.
+            the method cannot use.
     """
     name, cluster = calibrated_method(method, **options)
     inner = writing_part(unwrapped(model))

@@ -1,4 +1,4 @@
-"""AdaMixKV: MixKV's scores with AdaKV's head budgets, found by a search (docs/own-method.md)."""
+"""AdaMixKV: MixKV's scores with AdaKV's head budgets, found by a search."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -260,7 +260,7 @@ class Kept:
         merge_threshold: (batch, kv_heads), the cosine from which evicted entries were merged, if merging has a
             threshold.
         noted: (batch, ...), what the cluster wants to know of this choice at the next eviction.
-        total, held: slots in use over all rows and heads, and those of each, [row][head], if the host knows.
+        total, held: slots in use over all rows and heads, and those of each, `[row][head]`, if the host knows.
     """
 
     keys: torch.Tensor

@@ -53,12 +53,14 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Hide all existing objects from the garbage collector inside this context."""
+    """Hide all existing objects from the garbage collector inside this context; what a caller has hidden stays so."""
+    of_caller = gc.get_freeze_count()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not of_caller:
+            gc.unfreeze()
 
 
 def number_of_processes() -> int:

@@ -1,5 +1,6 @@
 """The table of all methods: only what is missing is computed, and what is worse than random is marked."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from benchmarks.method_table import Estimate, markdown, rows_of, sign_test
 from benchmarks.retrieval import OPENING, draw_examples
 from tests.support.calibrations import calibration_file
 from tests.support.families import FAMILIES
+from tests.support.learned_checkpoints import checkpoint_for
 
 PROTOCOL = Protocol("query-aware", {"scope": "prompt", "first_token": "compressed"})
 
@@ -260,4 +262,20 @@ def test_a_method_that_needs_a_calibration_answers_where_there_is_one(task, tmp_
     assert all(len(answers.of(cell, task.questions)) == task.questions for cell in cells)
     key = cells[0].key
     (tmp_path / "q-filters.safetensors").write_bytes(b"another")
+    assert cells[0].key != key
+
+
+def test_a_learned_method_answers_with_the_checkpoint_that_its_note_names(task, tmp_path):
+    task, checkpoint = replace(task, calibrations=tmp_path), checkpoint_for("kvzap", task.model)
+    note = {"checkpoint": str(tmp_path / "kvzap"), "sha256": "1", "made by": "kvcompress train kvzap"}
+    (tmp_path / "kvzap.json").write_text(json.dumps(note))
+    cells = cells_of(task, ["kvzap"])
+    answers = Answers(tmp_path / "answers.json", "even")
+    with pytest.raises(FileNotFoundError, match="kvzap is missing: kvcompress train kvzap"):
+        compute(task, cells, answers)
+    (tmp_path / "kvzap").symlink_to(checkpoint)
+    compute(task, cells, answers)
+    assert all(len(answers.of(cell, task.questions)) == task.questions for cell in cells)
+    key = cells[0].key
+    (tmp_path / "kvzap.json").write_text(json.dumps(note | {"sha256": "2"}))
     assert cells[0].key != key

@@ -93,6 +93,14 @@ def test_the_pages_of_methods_are_what_their_command_writes():
         assert written.startswith(methods_page.made(name, info)), f"{name}: run python -m tests.methods_page"
 
 
+def test_each_share_of_what_the_authors_code_keeps_stands_on_one_methods_page():
+    fidelity = (ROOT / "benchmarks/results/fidelity.md").read_text(encoding="utf-8").partition("## Variants")[0]
+    shares = re.findall(r"^\| .* \| \[", fidelity, re.MULTILINE)
+    pages = "".join(page.read_text(encoding="utf-8") for page in methods_page.FOLDER.iterdir())
+    shown = [line for part in pages.split("## Agreement")[1:] for line in part.split("<!--")[0].splitlines()]
+    assert len([line for line in shown if re.match(r"\| .* \| \[", line)]) == len(shares) > 100
+
+
 def test_what_checks_a_method_is_said_of_methods_that_exist():
     assert set(methods_page.CHECKED_BY) == set(methods_page.own_methods())
 

@@ -68,6 +68,7 @@ def test_only_the_loopback_is_bound_unless_asked():
             assert client.connect_ex(place.getsockname()) != 0
 
 
+@pytest.mark.slow
 def test_the_command_serves_the_bundled_model_until_it_is_ended():
     words = ["tiny", "streamingllm", "0.5", "--port", "0", "--max-tokens", "4"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", command.API_KEY: "secret"}
