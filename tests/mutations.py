@@ -883,7 +883,7 @@ MUTATIONS = {
         "(in_window.sum(3) - 1).clamp(min=1)",
         "in_window.sum(3)",
         "the variance is a population's",
-        recorded("cakekv cake, kernel_size=1"),
+        ("tests/oracle/test_attention_methods.py::test_cake_keeps_window_and_what_is_attended_to_much_or_changingly",),
     ),
     "criticalkv-epsilon": Mutation(
         "clusters/criticalkv.py",
