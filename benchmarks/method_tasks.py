@@ -16,21 +16,28 @@ from lmms_eval_plugins.tiny_vlm.dataset import HEADLINE, read_examples
 from lmms_eval_plugins.tiny_vlm.questions import Example, Shown
 from lmms_eval_plugins.tiny_vlm.regimes import file_of, read_prompts
 
+from .learned import NOTES as LEARNED_QWEN2
 from .method_cells import Column, Protocol, Task
 from .pretrained import load_gemma3, load_smollm2
-from .retrieval import CONTEXT_TOKENS, draw_examples
-from .ruler import NEEDLE_TOKENS, needles
+from .retrieval import CONTEXT_TOKENS, LIST_QUESTION, draw_examples, draw_names, numbered, share_repeated
+from .ruler import NEEDLE_TOKENS, needles, qwen2
 
 QUERY_AWARE = Protocol("query-aware", {"scope": "prompt", "first_token": "compressed"})
 
-DECODE_BUDGETS = Protocol(
-    "decode budgets",
-    {"first_token": "compressed"},
-    tuple(
-        Column(f"{budget} / {interval}", None, {"budget": budget, "decode_budget": budget, "decode_interval": interval})
-        for budget, interval in ((192, 8), (96, 8), (48, 8), (96, 1), (96, 32))
-    ),
-)
+
+def decode_budgets(*columns: tuple[int, int]) -> Protocol:
+    """Return the protocol of a budget for prompt and answer together; columns: (budget, interval)."""
+    return Protocol(
+        "decode budgets",
+        {"first_token": "compressed"},
+        tuple(
+            Column(f"{size} / {interval}", None, {"budget": size, "decode_budget": size, "decode_interval": interval})
+            for size, interval in columns
+        ),
+    )
+
+
+DECODE_BUDGETS = decode_budgets((192, 8), (96, 8), (48, 8), (96, 1), (96, 32))
 SMOLLM2_CALIBRATIONS = Path(__file__).parent / "results" / "calibrations_smollm2"  # benchmarks/calibrations.py
 DEFINE_MODEL = ("model.safetensors", "config.json")  # files of the bundled checkpoint
 
@@ -193,6 +200,42 @@ def smollm2(questions: int) -> Task:
     )
 
 
+def qwen2_list(questions: int) -> Task:
+    """Repeat a numbered list of names, as long as the prompt: what was repeated may be forgotten."""
+    _, model, tokenizer = qwen2()
+    lists = [draw_names(number) for number in range(questions)]
+    said = [[{"role": "user", "content": f"{numbered(names)}\n\n{LIST_QUESTION}"}] for names in lists]
+    longest = max(len(ids) for ids in tokenizer([*map(numbered, lists)])["input_ids"])
+
+    def inputs(batch: slice) -> dict[str, torch.Tensor]:
+        return dict(
+            tokenizer.apply_chat_template(
+                said[batch], add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+            )
+        )
+
+    def right(batch: slice, new: torch.Tensor) -> list[float]:
+        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+        return [share_repeated(text, names) for text, names in zip(texts, lists[batch], strict=True)]
+
+    return Task(
+        name="qwen2_list",
+        title="Long answers on Qwen2.5-Coder-0.5B, a list repeated",
+        identity=_hash(repr((said[:2], model.config.model_type, model.dtype)).encode()),
+        model=model,
+        questions=questions,
+        batch_size=10,
+        new_tokens=longest + 8,
+        inputs=inputs,
+        right=right,
+        measure="Names repeated",
+        protocols=(decode_budgets((256, 8), (128, 8)),),
+        has_images=False,
+        calibrations=LEARNED_QWEN2,
+        kept="what is asked",
+    )
+
+
 def ruler(
     name: str, load: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]], calibrations: Path | None = None
 ) -> Callable[[int], Task]:
@@ -234,6 +277,7 @@ TASKS = {
     "tiny_video": video,
     "tiny_needle": needle,
     "smollm2": smollm2,
+    "qwen2_list": qwen2_list,
 }
 RULER = {  # used by own_method.py; they have no tables
     "smollm2_ruler": ruler("smollm2_ruler", load_smollm2, SMOLLM2_CALIBRATIONS),

@@ -1,5 +1,8 @@
-"""A retrieval task for a small pretrained language model: complete, word for word, one of several facts about places in
-a town that are scattered in a text. Drawn from a seed; SmolLM2-135M answers about four of five questions."""
+"""Tasks for small pretrained language models, drawn from a seed.
+
+Retrieval: complete, word for word, one of several facts about places in a town, scattered in a text; SmolLM2-135M
+answers about four of five questions. Long answers: repeat a numbered list of names.
+"""
 
 from dataclasses import dataclass
 from random import Random
@@ -87,3 +90,22 @@ def _answer(kind: str, rng: Random) -> str:
     if kind == "code":
         return str(rng.randint(100, 999))
     return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
+
+
+NAMES = 40  # in a list
+LIST_QUESTION = "Repeat this list, and write nothing else."
+
+
+def draw_names(number: int) -> list[str]:
+    """Return the names of the list of that number, none twice."""
+    everybody = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
+    return Random(f"names/{number}").sample(everybody, NAMES)
+
+
+def numbered(names: list[str]) -> str:
+    return "\n".join(f"{place}. {name}" for place, name in enumerate(names, 1))
+
+
+def share_repeated(text: str, names: list[str]) -> float:
+    """Return the share of a list's names that a text has; how it separates them does not matter."""
+    return sum(name in text for name in names) / len(names)

@@ -69,35 +69,37 @@ INTRODUCTION = """\
 <!-- The whole page is made by `python -m tests.methods_page`; edit that file, or a method's own. -->
 # Methods
 
-Each method is one file and has a page with what it keeps, its options and presets, its accuracy, and how it differs
-from its paper and from the authors' code. `kvcompress.list_methods()` returns the same list in Python. Every KV method
-also takes the engine's options, such as `head_budget=` and `merge=`: [model-args.md](model-args.md).
-
-Which one to use? [methods-compared.md](methods-compared.md) compares them all on two small models.
+Each method has a page with what it keeps, its options and presets, its accuracy, and how it differs from its paper and
+from the authors' code. Every KV method also takes the engine's options, such as `head_budget=` and `merge=`
+([model-args.md](model-args.md)). Which one to use: [methods-compared.md](methods-compared.md). In Python,
+`kvcompress.list_methods()` returns this list.
 
 """
 TOKENS = """\
-They drop vision tokens before or inside the language model, which shortens the prefill itself. Their `ratio` counts
-only vision tokens: [token-methods.md](token-methods.md).
+They drop vision tokens before or inside the language model: [token-methods.md](token-methods.md).
 """
 CHECKED = """\
 ## What checks them
 
-For all methods, model families and random shapes, `tests/kvcompress/test_invariants.py` checks among other things that
-decoding equals the full cache under a mask that hides exactly the dropped entries, that budgets are exact, and that a
-row does not depend on its batch. The column *checked by* names what also checks the method's own selection:
+For all methods, model families and random shapes, tests check that decoding equals the full cache under a mask that
+hides exactly the evicted entries, that budgets are exact, and that a row does not depend on its batch. The column
+*checked by* names what also checks a method's own selection:
 
-- *authors' code*: the entries that the authors' released functions keep and merge on the same states
-  ([shares](../benchmarks/results/fidelity.md));
-- *kvpress*, *LightCompress*: the same with [kvpress](https://github.com/NVIDIA/kvpress) or
-  [LightCompress](https://github.com/ModelTC/LightCompress), which implement the method;
-- *vllm*: the same with a [pull request to vLLM](https://github.com/vllm-project/vllm/pull/47967), not merged;
-- *formula*: a plain float64 reference with loops, written from the paper. No code was released, or none corresponds to
-  the default: `simlayerkv`'s published rule is `variant="code"`, which its authors' code checks; `full` has the logits
-  of the plain model bit for bit, `random` its distribution, and `hindsight` the model's own attention weights;
-- *its parts*: it keeps the same entries as `adakv` with the scores and options of its recipe, whose parts are checked
-  as above;
-- *its draws*: every token, and every pair of tokens, stays equally often.
+| | |
+|---|---|
+| authors' code | keeps and merges the same entries of the same states ([shares](../benchmarks/results/fidelity.md)) |
+| kvpress, LightCompress | the same, with [kvpress]'s or [LightCompress]'s implementation |
+| vllm | the same, with an unmerged [pull request to vLLM][47967] |
+| formula | a plain float64 reference, written from the paper, where no code was released, or none of the default |
+| its parts | it keeps the same entries as `adakv` with the scores and options of its recipe |
+| its draws | every token, and every pair of tokens, stays equally often |
+
+Of the formulas, `simlayerkv`'s `variant="code"` is checked by its authors' code, `full` by the plain model's logits bit
+for bit, `random` by its distribution, and `hindsight` by the model's own attention weights.
+
+[kvpress]: https://github.com/NVIDIA/kvpress
+[LightCompress]: https://github.com/ModelTC/LightCompress
+[47967]: https://github.com/vllm-project/vllm/pull/47967
 
 Differences that all methods share: [differences.md](differences.md). Vision-language methods on any prompt:
 [vision-methods.md](vision-methods.md).

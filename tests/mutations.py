@@ -883,7 +883,7 @@ MUTATIONS = {
         "(in_window.sum(3) - 1).clamp(min=1)",
         "in_window.sum(3)",
         "the variance is a population's",
-        recorded("cakekv cake, kernel_size=1"),
+        ("tests/oracle/test_attention_methods.py::test_cake_s_variance_is_that_of_a_row_alone_beside_a_short_row",),
     ),
     "criticalkv-epsilon": Mutation(
         "clusters/criticalkv.py",

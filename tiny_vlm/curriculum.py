@@ -1,4 +1,10 @@
-"""The curriculum of the tiny model: its stages, and the batches drawn for each step."""
+"""The curriculum of the tiny model: its stages, and the batches drawn for each step.
+
+What mattered, in order of effect: text on the patch grid first (the tower read 97 % of the characters after 100 steps,
+with free placement 3 %); bold dark letters; a probe for each step of reasoning; a fifth layer for the second step (0.56
+to 0.81); many questions per prompt; a decaying learning rate at the end (long answers from 0.80 to 0.91); and a larger
+initialization of the projector than transformers' 0.02.
+"""
 
 from __future__ import annotations
 

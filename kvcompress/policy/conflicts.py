@@ -18,7 +18,7 @@ MOVED_KEYS = "positions='cache' while decoding evicts"
 TENSOR_PARALLEL, PAGES, SPEECH = "tensor parallelism", "continuous batching", "spoken answers"
 
 CHOICE = ("keep", "select", "update_kv")  # what a method overrides that chooses by more than scores
-STORED_ONCE = "it stores an entry once and for all; dynamic and offloaded do go"
+STORED_ONCE = "it stores an entry once and for all; dynamic and offloaded work"
 FITTED = "it fits biases and values to a prompt's queries"
 SHARED_TABLE = "all layers and KV heads share a request's page table, so each keeps as many entries"
 
@@ -100,7 +100,7 @@ CONFLICTS = (
     Conflict(
         BIASES,
         "cache_implementation",
-        "it would be rounded with the keys; dynamic, static and offloaded do go",
+        "it would be rounded with the keys; dynamic, static and offloaded work",
         lambda policy: policy.engine.cache_implementation in ("quantized", "think"),
     ),
     Conflict(DECODE_EVICTION, "cache_implementation", STORED_ONCE, _stores_once),

@@ -1,4 +1,4 @@
-"""Hold the cells of one table against a reference, on the questions that both answered."""
+"""Compare the cells of one table with a reference, on the questions that both answered."""
 
 import math
 from collections.abc import Sequence

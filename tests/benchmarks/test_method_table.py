@@ -11,7 +11,7 @@ import kvcompress
 from benchmarks import method_cells, method_table
 from benchmarks.method_cells import BY_RATIO, FULL, RATIOS, Answers, Cell, Column, Protocol, Task, cells_of, compute
 from benchmarks.method_table import Estimate, markdown, rows_of, sign_test
-from benchmarks.retrieval import OPENING, draw_examples
+from benchmarks.retrieval import OPENING, draw_examples, draw_names, numbered, share_repeated
 from tests.support.calibrations import calibration_file
 from tests.support.families import FAMILIES
 from tests.support.learned_checkpoints import checkpoint_for
@@ -248,6 +248,14 @@ def test_retrieval_questions_follow_their_number_and_ask_for_one_fact_of_the_tex
         assert example.context.count(begin) == 1
         assert f"{begin}{example.answer}." in example.context
         assert begin not in ". ".join(example.context.split(". ")[:OPENING])  # the text may be cut there
+
+
+def test_the_share_of_a_repeated_list_counts_its_names_however_they_are_separated():
+    names = draw_names(3)
+    assert (len({*names}), names) == (40, draw_names(3))
+    assert numbered(names).startswith(f"1. {names[0]}\n2. ")
+    assert share_repeated(", ".join(names), names) == share_repeated(numbered(names), names) == 1
+    assert share_repeated(numbered(names[:10]), names) == 0.25
 
 
 def test_a_method_that_needs_a_calibration_answers_where_there_is_one(task, tmp_path):

@@ -69,6 +69,14 @@ def test_cake_keeps_window_and_what_is_attended_to_much_or_changingly(layer, win
     check(kvcompress.make_cluster("cake", window_size=window, gamma=gamma), layer, reference)
 
 
+def test_cake_s_variance_is_that_of_a_row_alone_beside_a_short_row():
+    cluster = kvcompress.make_cluster("cake", window_size=4)
+    weights = torch.rand(2, 1, 2, 4, 9, dtype=torch.float64)
+    in_window = torch.tensor([[True] * 4, [False, True, True, True]])[:, None, None, :, None]
+    alone = [cluster.votes(row[None, ..., -used:, :], None) for row, used in zip(weights, (4, 3), strict=True)]
+    torch.testing.assert_close(cluster.votes(weights, in_window), torch.cat(alone))
+
+
 @reference_test
 @given(layer=layers(), sinks=st.sampled_from([0, 1, 4]), recent=st.sampled_from([0.0, 0.25, 0.5]))
 def test_sagekv_keeps_sinks_recent_tokens_and_what_the_last_query_attends_to(layer, sinks, recent):
