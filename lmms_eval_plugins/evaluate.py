@@ -91,10 +91,10 @@ def run(plan: Plan, argv: list[str]) -> int:
     with uncollected():
         quiet(flags.verbosity)
     log = CellLog(plan)
-    jobs, failures, managers = [], TaskFailures(plan.request.tasks), plan.managers()
+    jobs, failures = [], TaskFailures(plan.request.tasks)
     for task in plan.request.tasks:
         with failures.noted(task, (EvaluationFailed, DamagedFile)):
-            jobs += plan.jobs_of(task, managers)
+            jobs += plan.jobs_of(task)
     if rank() == 0:
         check_folders(jobs)
     todo = {job.folder: reason for job in jobs if (reason := job.todo)}

@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,44 +92,41 @@ class Plan:
         if is_offline():
             check_model_is_local(self.arguments)
 
-    def managers(self) -> "Managers":
-        """Return the task managers. Raises KVCompressError or UsageError for an unknown task, or if a task needs
-        lm-eval and it is not installed."""
+    @cached_property
+    def managers(self) -> tuple["TaskManager | None", TextTasks | None]:
+        """The task managers of lmms-eval and lm-eval; None where none of its tasks is requested. Raises KVCompressError
+        or UsageError for an unknown task, or if a task needs lm-eval and it is not installed."""
         include_path = self.request.flags.include_path
         text = [name for name in self.request.tasks if self.is_text(name)]
         others = [name for name in self.request.tasks if name not in text]
         metadata = {"pretrained": self.arguments.pretrained, **self.request.flags.metadata}
-        return Managers(
-            find_tasks(others, include_path) if others else None,
-            TextTasks(text, include_path, metadata) if text else None,
-        )
+        of_text = TextTasks(text, include_path, metadata) if text else None
+        return find_tasks(others, include_path) if others else None, of_text
 
     def jobs(self) -> list["Job"]:
         """Load the tasks' data and return a job for every cell. Raises like `managers` and `jobs_of`."""
-        managers = self.managers()
-        return [job for name in self.request.tasks for job in self.jobs_of(name, managers)]
+        return [job for name in self.request.tasks for job in self.jobs_of(name)]
 
-    def jobs_of(self, name: str, managers: "Managers") -> list["Job"]:
+    def jobs_of(self, name: str) -> list["Job"]:
         """Load a task's data and return a job for each of its cells.
 
         Raises KVCompressError or UsageError if the task's answers are not generated or it lacks what is requested;
         EvaluationFailed if its data or its judge's key is missing.
         """
-        flags, is_text, identity = self.request.flags, self.is_text(name), data_identity
+        flags, is_text, (of_lmms_eval, of_text) = self.request.flags, self.is_text(name), self.managers
         if is_text:
-            asked, identity = managers.lm_eval.load(name, self.data_root, flags), text_identity
+            asked, identity = of_text.load(name, self.data_root, flags), text_identity
             leaves = asked.tasks
         else:
-            asked, slots = managers.lmms_eval, self.arguments.slots
+            asked, identity, slots = of_lmms_eval, data_identity, self.arguments.slots
             tasks = load_tasks(asked, name, self.data_root, lambda task: check_task(task, flags, slots))
-            leaves = {task.config.task: task for task in tasks}
-        if not is_text and len(leaves) > 1 and isinstance(flags.limit, float):
-            # lmms-eval turns the fraction into a number for the first task and uses that for the others.
-            raise UsageError(f"--limit {flags.limit:g}: {name!r} is a group, which needs a number of questions")
-        check_choice(name, list(leaves.values()), self.request.metric, self.request.filter)
-        if not is_text:
-            for task in leaves.values():
+            if len(tasks) > 1 and isinstance(flags.limit, float):
+                # lmms-eval turns the fraction into a number for the first task and uses that for the others.
+                raise UsageError(f"--limit {flags.limit:g}: {name!r} is a group, which needs a number of questions")
+            for task in tasks:
                 set_examples(task, flags)
+            leaves = {task.config.task: task for task in tasks}
+        check_choice(name, list(leaves.values()), self.request.metric, self.request.filter)
         data = {leaf: identity(task) for leaf, task in leaves.items()}
         definitions = {leaf: task_identity(task) for leaf, task in leaves.items()}
         counts = {leaf: limited(len(task.eval_docs), flags.limit, flags.offset) for leaf, task in leaves.items()}
@@ -162,14 +160,6 @@ class Plan:
     def is_text(self, name: str) -> bool:
         """Return whether lm-evaluation-harness asks and scores a task."""
         return is_lm_eval(name, self.request.flags.include_path)
-
-
-@dataclass(frozen=True)
-class Managers:
-    """The task manager of each harness; None if none of its tasks is requested."""
-
-    lmms_eval: "TaskManager | None"
-    lm_eval: TextTasks | None
 
 
 @dataclass(frozen=True)
