@@ -1,4 +1,5 @@
-"""Evaluate a cell: run lmms-eval on the loaded model and write the cell's folder."""
+"""Evaluate a cell. lmms-eval asks the loaded model, scores each answer as the task's file says (`process_results`) and
+averages the scores; here they are joined with the measurements and written into the cell's folder."""
 
 import argparse
 import contextlib
