@@ -175,6 +175,12 @@ def test_a_family_whose_layout_is_unknown_is_a_strip_that_says_so():
     assert "is unknown" in first.note
 
 
+def test_the_grid_of_a_second_image_begins_where_the_first_ends():
+    model, _ = build("qwen2-vl")
+    inputs = {"input_ids": torch.full((1, 12), IMAGE), "image_grid_thw": torch.tensor([[1, 4, 4], [1, 8, 4]])}
+    assert [(one.start, one.tokens) for one in layouts(model, None, inputs)] == [(0, 4), (4, 8)]
+
+
 def test_a_grid_with_fewer_patches_than_tokens_is_a_strip():
     model, _ = build("qwen2-vl")
     ids = torch.full((1, 10), IMAGE)
