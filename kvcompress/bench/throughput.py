@@ -20,8 +20,8 @@ from ..hooks.session import compress
 from ..inflight.request import Request
 from .contenders import MethodSpec
 from .grid import release
-from .models import nbytes, source
 from .results import Results, about, page, settle
+from .shapes import source
 from .standalone import CLOCKS, held_bytes, load
 from .timing import short, table
 
@@ -226,7 +226,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
     names += ("clock", "device", "threads")
     settings = {"model": given.model or f"shape {given.shape}", **{name: getattr(given, name) for name in names}}
     content = about(["kvcompress", "bench", *arguments], settings, where)
-    content["weight_bytes"] = sum(nbytes(weight) for weight in model.parameters())
+    content["weight_bytes"] = sum(weight.nbytes for weight in model.parameters())
     results = Results(given.out.with_suffix(".json"), content, given.resume, parts=("served",))
     requests = workload(
         model.config.get_text_config().vocab_size, given.requests, given.prompt, least, most, given.seed
