@@ -758,8 +758,8 @@ MUTATIONS = {
     ),
     "images-encoded-for-each-piece": Mutation(
         "inflight/under_way.py",
-        "self.prompt.leave_media()",
-        "pass",
+        "{name: value for name, value in inputs.items() if name in WITHOUT_MEDIA}",
+        "inputs",
         "the vision tower runs for each piece of a prompt",
         (CORE + "inflight/test_schedule.py",),
     ),
