@@ -715,7 +715,7 @@ MUTATIONS = {
         (CORE + "paged/test_paged.py::test_a_manager_that_outlasts_an_adapter_shares_nothing_of_it",),
     ),
     "forked-requests-share-states": Mutation(
-        "paged/request.py",
+        "paged/pages.py",
         "twin.rotary, twin.states = list(self.rotary), list(self.states)",
         "twin.rotary = list(self.rotary)",
         "two answers to one prompt add its states twice",
