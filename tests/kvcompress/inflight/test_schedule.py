@@ -13,11 +13,12 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import kvcompress
 from kvcompress import KVCompressError, PrefixCache, Request
 from kvcompress.cache.cache import say_once
+from kvcompress.hooks.session import Session
 from kvcompress.inflight.cache import SlotCache
 from kvcompress.inflight.layer import SlotLayer
 from tests.support.examples import examples
 from tests.support.families import FAMILIES, MORE_FAMILIES
-from tests.support.in_flight import with_end
+from tests.support.in_flight import OutOfMemory, tokens_alone, with_end
 
 QWEN2, QWEN2_VL, ONEVISION = (FAMILIES[name] for name in ("qwen2", "qwen2-vl", "llava-onevision"))
 
@@ -78,10 +79,8 @@ def run(model, asked, slots=2, method="snapkv", ratio=0.3, prefixes=None, option
         return sorted(session.generate_many(asked, slots, do_sample=False, **more), key=lambda answer: answer.index)
 
 
-def alone(model, inputs, new, method="snapkv", ratio=0.3, **options):
-    with kvcompress.compress(model, method, ratio, **options):
-        output = model.generate(**inputs, max_new_tokens=new, do_sample=False)
-    return output[0, inputs["input_ids"].shape[1] :].tolist()
+def alone(model, inputs, new, method="snapkv", **options):
+    return tokens_alone(model, inputs, method, 0.3, options, max_new_tokens=new, do_sample=False)
 
 
 @given(
@@ -217,28 +216,14 @@ def test_where_memory_ends_while_a_prompt_is_read_it_begins_anew(where, monkeypa
     model = QWEN2.build()
     prompts = [QWEN2.inputs(model, [50], seed=seed) for seed in range(5)]
     expected = [alone(model, prompt, 6) for prompt in prompts]
-    left = 8
-
-    def failing(original):
-        def call(*args, **kwargs):
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise torch.OutOfMemoryError("no more")
-            return original(*args, **kwargs)
-
-        return call
-
-    if where == "step":  # the third of the first request: two pieces of the second are read
-        monkeypatch.setattr(SlotLayer, "update", failing(SlotLayer.update))
-    else:
-        read = kvcompress.hooks.session.Session._read
-        left = 5
-        monkeypatch.setattr(kvcompress.hooks.session.Session, "_read", failing(read))
+    # The third step of the first request, when two pieces of the second are read.
+    first, owner, name = {"step": (8, SlotLayer, "update"), "piece": (5, Session, "_read")}[where]
+    memory = OutOfMemory(first)
+    monkeypatch.setattr(owner, name, memory.failing(getattr(owner, name)))
     with kvcompress.compress(model, "snapkv", 0.3) as session:
         flight = session.generate_many(prompts, 4, prefill_tokens=20, max_new_tokens=6, do_sample=False)
         found = {answer.index: answer.tokens.tolist() for answer in flight}
-    assert left < 0
+    assert memory.calls > first
     assert found == dict(enumerate(expected))
     assert flight.slots == 2
 
@@ -283,16 +268,8 @@ def test_a_slot_that_holds_nothing_is_given_up_for_a_prompt_that_needs_the_memor
     model = QWEN2.build()
     prompts = [QWEN2.inputs(model, [50], seed=seed) for seed in range(2)]
     expected = [alone(model, prompt, 6) for prompt in prompts]
-    read, calls = kvcompress.hooks.session.Session._read, 0
-
-    def failing(*args, **kwargs):
-        nonlocal calls
-        calls += 1
-        if 1 < calls <= 1 + failures:
-            raise torch.OutOfMemoryError("no more")
-        return read(*args, **kwargs)
-
-    monkeypatch.setattr(kvcompress.hooks.session.Session, "_read", failing)
+    memory = OutOfMemory(*range(2, 2 + failures))
+    monkeypatch.setattr(Session, "_read", memory.failing(Session._read))
     answers = run(model, prompts, slots=1, max_new_tokens=6)
     assert answers[0].tokens.tolist() == expected[0]
     if failures == 1:
