@@ -421,9 +421,20 @@ def test_when_the_time_is_over_no_further_cell_is_begun(tmp_path, monkeypatch, c
         (["--shape", "tiny", "--ratios", "1.5"], "1.5"),
         (["--shape", "tiny", "--peers", "vllm"], "there is no peer 'vllm'; valid: dynamic, static"),
         (["--shape", "tiny", "--device", "cpu", "--largest-batch"], "--largest-batch tries until memory runs out"),
+        (["throughput", "--shape", "tiny", "--answers", "9", "3"], "--answers 9 3: the least is more than the most"),
+        (["throughput", "--shape", "tiny", "--methods", "snapk"], "no method 'snapk'"),
+        (["throughput", "--shape", "tiny", "--peers", "vllm"], "invalid choice"),
+        (["throughput", "--shape", "tiny", "--device", "cpu", "--kv-gb", "auto"], "a CPU give a number"),
+        (["throughput", "--shape", "tiny", "--kv-gb", "0"], "--kv-gb"),
+        (["throughput", "--shape", "tiny", "--requests", "0"], "--requests"),
+        (["throughput", "--shape", "huge"], "no shape 'huge'"),
+        (["launches", "--shape", "tony"], "'tiny'"),
+        (["launches", "--shape", "tiny", "--methods", "q-filters"], "calibration"),
+        (["launches"], "--shape"),
     ],
 )
-def test_a_wrong_argument_is_one_line_that_names_it(arguments, message, capsys, tmp_path):
+def test_a_wrong_argument_is_one_line_that_names_it(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # which `launches` sets
     assert main(["bench", *arguments, "--out", str(tmp_path / "bench")]) == 2
     error = capsys.readouterr().err
     assert message in error

@@ -73,25 +73,6 @@ def test_transformers_continuous_batching_takes_part(tmp_path):
     assert content["served"][0]["tokens"] == content["served"][1]["tokens"]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (["--answers", "9", "3"], "--answers 9 3: the least is more than the most"),
-        (["--methods", "snapk"], "no method 'snapk'"),
-        (["--methods", "fastv"], "drops vision tokens"),
-        (["--peers", "vllm"], "invalid choice"),
-        (["--kv-gb", "auto"], "a CPU give a number"),
-        (["--kv-gb", "0"], "--kv-gb"),
-        (["--requests", "0"], "--requests"),
-        (["--shape", "huge"], "no shape 'huge'"),
-    ],
-)
-def test_what_is_wrong_is_one_line_before_anything_is_loaded(tmp_path, capsys, wrong, said):
-    assert main(["bench", "throughput", *QUICK, "--out", str(tmp_path / "throughput"), *wrong]) == 2
-    assert said in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 # Methods inside transformers' continuous batching, at equal memory for keys and values
 
 PAGES = "transformers.generation.continuous_batching.cache_allocators"

@@ -5,33 +5,23 @@ import wave
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteriaList
 
 import kvcompress
 from kvcompress import CompressedCache
 from kvcompress.speech import answering, streaming
-from kvcompress.speech.overlapped import generate_overlapped
+from kvcompress.speech.overlapped import EachToken, generate_overlapped
 from kvcompress.speech.prompts import SpeechPrompt, growing_wav, model_inputs
 from kvcompress.speech.streaming import Window, stream
 from tests.support.omni import CODE_S, UNHEARD
 
 BUDGET = 40
 PARTS = ("thinker", "talker")
-
-
-class EachToken(StoppingCriteria):
-    """Calls `do` whenever a token is there."""
-
-    def __init__(self, do: Callable[[], object]):
-        self.do = do
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
-        self.do()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 def asked(inputs: dict[str, torch.Tensor], text: int, codes: int) -> dict[str, Any]:
@@ -109,7 +99,7 @@ def sampling(held: dict[str, CompressedCache]) -> tuple[dict[str, Any], dict[str
     sizes: dict[str, list[int]] = {part: [] for part in held}
     given: dict[str, Any] = {}
     for part, cache in held.items():
-        note = EachToken(lambda part=part, cache=cache: sizes[part].append(cache.nbytes))
+        note = EachToken(Event(), lambda ids, part=part, cache=cache: sizes[part].append(cache.nbytes))
         given |= {f"{part}_past_key_values": cache, f"{part}_stopping_criteria": StoppingCriteriaList([note])}
     return given, sizes
 
