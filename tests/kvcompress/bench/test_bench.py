@@ -165,11 +165,8 @@ def test_the_greedy_loop_gives_the_tokens_of_generate():
 def test_only_the_last_token_of_a_prompt_gets_logits():
     """Those of a whole prompt take more memory than its cache."""
     seen = []
-    hook = MODEL.lm_head.register_forward_hook(lambda _, args, output: seen.append(output.shape[1]))
-    try:
+    with MODEL.lm_head.register_forward_hook(lambda _, args, output: seen.append(output.shape[1])):
         standalone.read_prompt(MODEL, DynamicCache(config=MODEL.config), standalone.prompt_ids(MODEL, 2, 40), "wall")
-    finally:
-        hook.remove()
     assert seen == [1]
 
 
@@ -181,11 +178,8 @@ def test_times_are_split_into_prompt_and_steps(monkeypatch):
     def tick(_, args, output):
         now[0] += 0.05 if args[0].shape[1] > 1 else 0.02
 
-    hook = MODEL.register_forward_hook(tick)
-    try:
+    with MODEL.register_forward_hook(tick):
         turn = Transformers(MODEL, "DynamicCache").turn(Workload(16, 1, 3, "wall"))
-    finally:
-        hook.remove()
     assert turn.prompt_ms == pytest.approx(50)
     assert turn.step_ms == pytest.approx([20, 20, 20])
 
@@ -246,11 +240,9 @@ def test_one_prompt_is_read_once_and_its_cache_repeated(contender):
     hook = MODEL.model.register_forward_hook(
         lambda _, args, kwargs, output: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    try:
+    with hook:
         turn = contender.turn(Workload(50, 5, 2, "wall", one_prompt=True))
         contender.turn(Workload(50, 5, 2, "wall"))
-    finally:
-        hook.remove()
     assert shapes == [(1, 50), (5, 1), (5, 1), (5, 50), (5, 1), (5, 1)], "unless it is asked for, every row is read"
     assert turn.kv_bytes == pytest.approx(
         5 * contender.turn(Workload(50, 1, 2, "wall")).kv_bytes, rel=0.03

@@ -84,17 +84,14 @@ REQUESTS = [Asked(list(range(8 + i, 28 + i)), new) for i, new in enumerate((30, 
 def test_a_method_serves_the_same_requests_in_fewer_steps():
     model, steps = FAMILIES["qwen2"].build(2), []
     kv_bytes = 7 * Continuous.PAGE * entry_bytes(model)
-    handle = model.register_forward_hook(lambda *_: steps.append(1))
     taken = {}
-    try:
-        for contender in (Continuous(model), Continuous(model, MethodSpec.parse("keydiff:decode_interval=4", 1.0), 12)):
-            steps.clear()
+    for contender in (Continuous(model), Continuous(model, MethodSpec.parse("keydiff:decode_interval=4", 1.0), 12)):
+        steps.clear()
+        with model.register_forward_hook(lambda *_: steps.append(1)):
             served = contender.serve(REQUESTS, kv_bytes, "wall", 60.0)
-            assert (served.answers, served.tokens) == (5, 104)
-            assert served.kv_bytes == kv_bytes
-            taken[contender.name] = len(steps)
-    finally:
-        handle.remove()
+        assert (served.answers, served.tokens) == (5, 104)
+        assert served.kv_bytes == kv_bytes
+        taken[contender.name] = len(steps)
     assert taken["keydiff:decode_interval=4, in transformers continuous batching"] < taken[Continuous.name]
 
 

@@ -40,11 +40,8 @@ class Passes:
             is_step = isinstance(kwargs["past_key_values"], SlotCache)
             self.events.append("step" if is_step else output.last_hidden_state.shape[1])
 
-        handle = decoder.register_forward_hook(note, with_kwargs=True)
-        try:
+        with decoder.register_forward_hook(note, with_kwargs=True):
             yield self
-        finally:
-            handle.remove()
 
     def requests(self, prompts, new):
         return [
@@ -118,12 +115,11 @@ def test_a_prompt_in_pieces_passes_once_and_so_do_its_images(family):
     model = made.build()
     inputs, seen = made.inputs(model, [61], [1]), []
     tower = next(module for name, module in model.named_modules() if name.endswith(("visual", "vision_tower")))
-    handle = tower.register_forward_hook(lambda *_: seen.append(1))
-    expected = alone(model, inputs, 4)
-    encoded = len(seen)
-    with passes.of(model):
+    with tower.register_forward_hook(lambda *_: seen.append(1)), passes.of(model):
+        expected = alone(model, inputs, 4)
+        encoded = len(seen)
+        passes.events.clear()
         (answer,) = run(model, passes.requests([inputs], [4]), prefill_tokens=20)
-    handle.remove()
     assert answer.tokens.tolist() == expected
     assert (passes.prompts, len(seen)) == ([20, 20, 20, 1], 2 * encoded)
 
@@ -204,9 +200,8 @@ def test_a_request_that_fails_between_two_pieces_ends_alone(monkeypatch):
             calls += 1
             raise RuntimeError("in the middle")
 
-    handle = model.model.layers[1].register_forward_pre_hook(fail, with_kwargs=True)
-    answers = run(model, prompts, prefill_tokens=20, max_new_tokens=6)
-    handle.remove()
+    with model.model.layers[1].register_forward_pre_hook(fail, with_kwargs=True):
+        answers = run(model, prompts, prefill_tokens=20, max_new_tokens=6)
     assert str(answers[1].error) == "in the middle"
     assert [answers[i].tokens.tolist() for i in (0, 2, 3)] == [expected[i] for i in (0, 2, 3)]
 

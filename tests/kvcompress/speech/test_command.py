@@ -21,7 +21,7 @@ from transformers import CompileConfig
 from kvcompress import KVCompressError
 from kvcompress.__main__ import main
 from kvcompress.command_line import interruptible
-from kvcompress.speech import answering, strategies, streaming
+from kvcompress.speech import answering, strategies
 from kvcompress.speech import run as speech_run
 from kvcompress.speech.prompts import bundled_prompts, growing_wav, read_prompts
 from tests.support.omni import CODE_S, UNHEARD
@@ -44,8 +44,7 @@ def eager_compile(monkeypatch):
 @pytest.fixture
 def run(omni_checkpoint, omni, tmp_path, monkeypatch):
     """The command on one prompt, whose cold starts are in this process; returns the JSON. A whole model is omni once
-    for all tests, and a stream takes as few steps as it."""
-    monkeypatch.setattr(streaming, "STEPS", 2)
+    for all tests."""
     load = answering.load
     monkeypatch.setattr(answering, "load", lambda *given: load(*given) if given[-1] else omni)
     monkeypatch.setattr(speech_run, "in_a_fresh_process", lambda function, *arguments: function(*arguments))
