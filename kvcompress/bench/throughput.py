@@ -8,7 +8,7 @@ import argparse
 import random
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
@@ -54,19 +54,6 @@ class Served:
     kv_bytes: int
 
 
-class Contender(Protocol):
-    """Serves requests.
-
-    Attributes:
-        name: the name in its row.
-    """
-
-    name: str
-
-    def serve(self, requests: list[Asked], kv_bytes: int, clock: str, seconds: float) -> Served:
-        """Serve requests with `kv_bytes` for keys and values, until all are answered or `seconds` are over."""
-
-
 class Padded:
     """transformers' `generate`, batch by batch.
 
@@ -78,6 +65,9 @@ class Padded:
         self.model = model
 
     def serve(self, requests: list[Asked], kv_bytes: int, clock: str, seconds: float) -> Served:
+        """Serve requests with `kv_bytes` for keys and values, until all are answered or `seconds` are over.
+
+        Every contender has this method, and a name for its row."""
         entries = max(len(asked.prompt) for asked in requests) + max(asked.new for asked in requests)
         batch = max(1, kv_bytes // (entries * entry_bytes(self.model)))
         served = Served(0.0, 0, 0, 0, batch, 0)
@@ -193,7 +183,7 @@ def entry_bytes(model: PreTrainedModel) -> int:
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
 
 
-PEERS: dict[str, type[Contender]] = {"padded": Padded, "continuous": Continuous}
+PEERS: dict[str, type[Padded | Continuous]] = {"padded": Padded, "continuous": Continuous}
 
 
 def workload(vocabulary: int, count: int, prompt: int, least: int, most: int, seed: int) -> list[Asked]:
