@@ -213,13 +213,15 @@ def test_contenders_take_turns_and_each_begins_once():
     assert [turn["prompt_ms"] for turn in taken["a"]["turns"]] == [6, 8, 10]  # the warm-up is not counted
 
 
-def test_a_contender_that_runs_out_of_memory_leaves_the_others_in_the_race():
-    log = []
+def test_a_contender_that_runs_out_of_memory_leaves_the_others_in_the_race(monkeypatch):
+    log, released = [], []
+    monkeypatch.setattr(grid, "release", lambda: released.append(log[-1]))
     taking_part = {"a": Scripted("a", log), "b": Scripted("b", log, fails_at=2)}
     taken = grid.measure_cell(taking_part, Workload(8, 1, 1, "wall"), 2)
     assert taken["b"] == {"error": "out of memory"}
     assert len(taken["a"]["turns"]) == 2
     assert log.count("b") == 2
+    assert released == ["b"]
 
 
 STATIC_SNAPKV = MethodSpec.parse("snapkv:cache_implementation=static", 0.2)
