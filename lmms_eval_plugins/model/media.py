@@ -53,7 +53,7 @@ def read_messages(messages: ChatMessages, max_frames_num: int, video_fps: float 
                 content.append({"type": "text", "text": part.text})
                 continue
             if part.type == "image":
-                prompt.images.append(_read_image(part.url))
+                prompt.images.append(read_image(part.url))
             elif part.type == "video":
                 if part.start_time is not None or part.end_time is not None:
                     raise KVCompressError("clips (start_time, end_time) of a video are not supported, only whole files")
@@ -80,7 +80,7 @@ def digest(messages: ChatMessages | str) -> bytes:
             if part.type == "text":
                 found.update(repr(part.text).encode())
             elif part.type == "image":
-                image = _read_image(part.url)
+                image = read_image(part.url)
                 found.update(repr(image.size).encode())
                 found.update(image.tobytes())
             elif part.type == "video" and isinstance(part.url, (str, Path)) and Path(part.url).is_file():
@@ -149,7 +149,7 @@ def resize_with_qwen_vl_utils(image: Image.Image, patch_size: int) -> Image.Imag
     return fetch_image({"image": image}, image_patch_size=patch_size)
 
 
-def _read_image(source: Any) -> Image.Image:
+def read_image(source: Any) -> Image.Image:
     """Return an image or image file as RGB."""
     if isinstance(source, (str, Path)):
         with Image.open(source) as image:
