@@ -1,4 +1,4 @@
-"""Evict whole blocks of a prompt, as a serving engine stores it: a block holds the same tokens of all layers and heads."""
+"""Choose whole blocks of a prompt to evict, as a serving engine stores it: a block is of all layers and heads."""
 
 import math
 from collections.abc import Iterable
@@ -19,14 +19,15 @@ NEEDS = {  # attribute of a method that is set -> why it cannot choose by keys a
     "watches_rotary": "it reads keys before their rotation",
     "mixes_heads": "its choice depends on more than keys and values",
 }
+UNKNOWN = ("vision", "vision_rank", "vision_by_head", "frame_tokens", "module", "rotary")  # of a `LayerView`
 
 
 @dataclass(frozen=True)
 class BlockEvictor:
     """A KV method that chooses among a prompt's blocks by their keys and values.
 
-    A token's score is its rank among the prompt's, a mean over layers and KV heads; a block's is that of its best token,
-    so a block with an attention sink is worth as much as the sink. A last block that is not full always stays.
+    A token's score is its rank in the prompt, a mean over layers and KV heads. A block's is that of its best token, so
+    a block with an attention sink is worth as much as the sink. A last block that is not full always stays.
     """
 
     name: str
@@ -53,6 +54,8 @@ class BlockEvictor:
     def evicted(self, layers: Iterable[tuple[torch.Tensor, torch.Tensor]], size: int) -> list[int]:
         """Return the blocks that leave, in ascending order.
 
+        At least `ratio` of the prompt stays.
+
         Args:
             layers: keys and values of the prompt, each (kv_heads, tokens, head_dim), of each layer.
             size: tokens of a block.
@@ -71,7 +74,9 @@ class BlockEvictor:
 
 
 def obstacle_of(method: KVCluster | None) -> str | None:
-    """Return why a method cannot choose among blocks by keys and values alone; None if it can. None is a token method."""
+    """Return why a method cannot choose among blocks by keys and values alone; None if it can.
+
+    `method` is None for a token method."""
     if method is None:
         return "it drops tokens of pictures and videos"
     for name, why in NEEDS.items():
@@ -79,9 +84,35 @@ def obstacle_of(method: KVCluster | None) -> str | None:
             return why
     if type(method).observe is not KVCluster.observe:
         return "it sums over queries, which an engine does not keep"
+    if _reads_more(method):
+        return "it reads where pictures and videos are, or the model"
     if (method.layer_budget, method.head_budget) != ("uniform", "uniform"):
         return "its layers or heads keep different tokens, and an engine's block is of all"
     return None
+
+
+class _View(LayerView):
+    """A view that does not know what an engine's blocks do not tell."""
+
+    def __getattribute__(self, name: str) -> object:
+        if name in UNKNOWN:
+            raise _ReadsMore(name)
+        return super().__getattribute__(name)
+
+
+class _ReadsMore(Exception):
+    pass
+
+
+def _reads_more(method: KVCluster) -> bool:
+    states, view = torch.ones(1, 1, 64, 16), _View(0, 1, [64], [32], 0.25)
+    try:
+        method.final_scores(method.score(None, states, states, view), view)
+    except _ReadsMore:
+        return True
+    except Exception:  # of a calibration for another model, say
+        return False
+    return False
 
 
 def carried() -> list[str]:

@@ -1,13 +1,13 @@
-"""vLLM evicts blocks of a prompt once it is prefilled: what a KV connector, an attention backend and a worker do for it.
+"""Evict blocks of a prompt in vLLM once it is prefilled, by a KV connector, an attention backend and a worker.
 
 1. The scheduler's side of the connector names the requests whose prefill ends in a step, and their blocks.
-2. The worker's side scores the blocks when the step is done, and answers with those that leave.
-3. The scheduler's side gives them back to vLLM's pool, where their entry in the request's list becomes the null block;
-   in the next step it tells the worker, whose block table gets the null block, too.
-4. The backend leaves null blocks out of what a query attends to. Keys are stored with their rotation, so those that stay
-   keep their distances, and a request's later tokens still have their places.
+2. The worker's side scores the blocks when the step is done. In the worker's block table, those that leave become
+   vLLM's null block.
+3. The scheduler's side is told, and gives them back to vLLM's pool.
+4. The backend leaves null blocks out of what a query attends to. Keys are stored rotated, so those that stay keep their
+   distances, and later tokens have their places as before.
 
-Written for vLLM 0.32; only the CPU's backend is replaced. One process runs the model.
+Written for vLLM 0.32. Only the CPU's backend is replaced, and one process runs the model.
 """
 
 from dataclasses import dataclass, field, replace
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from vllm import _custom_ops as ops
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -29,33 +30,44 @@ from vllm.v1.attention.backends.cpu_attn import (
     _get_attn_isa,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from ..errors import KVCompressError
 from .blocks import BlockEvictor
 
 NULL = 0  # vLLM's null block: the first of the pool
 
 
 @dataclass
-class Told(KVConnectorMetadata):
-    """What the scheduler tells the worker in a step.
+class Prefilled:
+    """A prompt.
 
     Attributes:
-        ended: request -> tokens of its prompt and the blocks that hold them; its prefill ends in this step.
-        evicted: request -> places in its list of blocks that have become the null block.
+        tokens: how many it has.
+        blocks: the blocks that hold them.
+        restarts: how often the request was preempted.
     """
 
-    ended: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
-    evicted: dict[str, list[int]] = field(default_factory=dict)
+    tokens: int
+    blocks: list[int]
+    restarts: int
 
 
 @dataclass
-class Leaving(KVConnectorWorkerMetadata):
-    """What the worker answers: request -> places in its list of blocks that leave."""
+class Told(KVConnectorMetadata):
+    """What the scheduler tells the worker: request -> its prompt, if the prefill ends in this step."""
 
-    places: dict[str, list[int]]
+    prompts: dict[str, Prefilled] = field(default_factory=dict)
 
-    def aggregate(self, other: "Leaving") -> "Leaving":
+
+@dataclass
+class Evicted(KVConnectorWorkerMetadata):
+    """What the worker answers: request -> `Prefilled.restarts`, and the places in its list of blocks that are empty."""
+
+    places: dict[str, tuple[int, list[int]]]
+
+    def aggregate(self, other: "Evicted") -> "Evicted":
         raise NotImplementedError("kvcompress evicts in vLLM with one process for the model")
 
 
@@ -64,16 +76,22 @@ class EvictionConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        specs = {type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups}
+        if specs != {FullAttentionSpec} or len(kv_cache_config.kv_cache_groups) > 1:
+            raise KVCompressError(
+                "kvcompress evicts in vLLM where all layers have full attention: this model has others"
+            )
+        if (dtype := vllm_config.cache_config.cache_dtype) not in ("auto", "float32", "float16", "bfloat16"):
+            raise KVCompressError(f"kvcompress cannot evict in vLLM with kv_cache_dtype={dtype!r}")
         self._size = vllm_config.cache_config.block_size
         self._evictor = BlockEvictor.of(**vllm_config.kv_transfer_config.kv_connector_extra_config)
-        self._prompts: dict[str, int] = {}  # request -> tokens of its prompt
-        self._evicted: dict[str, list[int]] = {}  # of the last step
-        self._leaving: dict[str, list[int]] = {}
+        self._requests: dict[str, Any] = {}  # in the scheduler
+        self._evicted: dict[str, tuple[int, list[int]]] = {}  # in the worker: by the last step
 
     # -- in the scheduler
 
     def on_new_request(self, request: Any) -> None:
-        self._prompts[request.request_id] = request.num_prompt_tokens
+        self._requests[request.request_id] = request
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return 0, False  # nothing is loaded from elsewhere
@@ -82,29 +100,28 @@ class EvictionConnector(KVConnectorBase_V1):
         return
 
     def build_connector_meta(self, scheduler_output: Any) -> Told:
-        told, self._evicted = Told(evicted=self._evicted), {}
-        cached = scheduler_output.scheduled_cached_reqs
+        told, cached = Told(), scheduler_output.scheduled_cached_reqs
         done = {each.req_id: each.num_computed_tokens for each in scheduler_output.scheduled_new_reqs}
         done |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for request, before in done.items():
-            prompt = self._prompts[request]
-            if before < prompt <= before + scheduler_output.num_scheduled_tokens[request]:
-                (blocks,) = self._kv_cache_manager.get_block_ids(request)
-                told.ended[request] = prompt, blocks[: -(-prompt // self._size)]
+        for name, before in done.items():
+            request = self._requests[name]
+            tokens = request.num_prompt_tokens
+            if before < tokens <= before + scheduler_output.num_scheduled_tokens[name]:
+                (blocks,) = self._kv_cache_manager.get_block_ids(name)
+                told.prompts[name] = Prefilled(tokens, blocks[: -(-tokens // self._size)], request.num_preemptions)
         return told
 
     def update_connector_output(self, connector_output: Any) -> None:
-        leaving = connector_output.kv_connector_worker_meta
+        evicted = connector_output.kv_connector_worker_meta
         (manager,) = self._kv_cache_manager.coordinator.single_type_managers
-        for request, places in (leaving.places if leaving is not None else {}).items():
-            if request in manager.req_to_blocks:  # it has not ended with its first token
+        for name, (restarts, places) in (evicted.places if evicted is not None else {}).items():
+            request = self._requests.get(name)  # none if its first token was its last
+            if request is not None and request.num_preemptions == restarts:
                 for place in places:
-                    manager._remove_blocks_in_range(request, place, place + 1)
-                self._evicted[request] = places
+                    manager._remove_blocks_in_range(name, place, place + 1)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._prompts.pop(request.request_id, None)
-        self._evicted.pop(request.request_id, None)
+        self._requests.pop(request.request_id, None)
         return False, None
 
     # -- in the worker
@@ -124,14 +141,25 @@ class EvictionConnector(KVConnectorBase_V1):
         return
 
     def wait_for_save(self) -> None:
-        for request, (tokens, blocks) in self._get_connector_metadata().ended.items():
-            layers = [entries(layer, blocks, tokens, self._isa) for layer in self._layers]
+        self._evicted = {}
+        for name, prompt in self._get_connector_metadata().prompts.items():
+            layers = (entries(layer, prompt.blocks, prompt.tokens, self._isa) for layer in self._layers)
             if places := self._evictor.evicted(layers, self._size):
-                self._leaving[request] = places
+                self._evicted[name] = prompt.restarts, places
 
-    def build_connector_worker_meta(self) -> Leaving | None:
-        leaving, self._leaving = self._leaving, {}
-        return Leaving(leaving) if leaving else None
+    def build_connector_worker_meta(self) -> Evicted | None:
+        return Evicted(self._evicted) if self._evicted else None
+
+    def empty(self, runner: Any) -> None:
+        """Write the null block over the blocks that the last step evicted, wherever the worker knows them."""
+        for name, (_, places) in self._evicted.items():
+            if (state := runner.requests.get(name)) is None:
+                continue
+            for place in places:
+                state.block_ids[0][place] = NULL
+            if (row := runner.input_batch.req_id_to_index.get(name)) is not None:
+                runner.input_batch.block_table[0].block_table.np[row, places] = NULL
+        self._evicted = {}
 
 
 def entries(layer: torch.Tensor, blocks: list[int], tokens: int, isa: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,6 +198,7 @@ def without_null(common: CommonAttentionMetadata, size: int) -> CommonAttentionM
     table, lengths = common.block_table_tensor, common.seq_lens
     used = torch.arange(table.shape[1], device=table.device) < -(-lengths[:, None] // size)
     is_null = (table == NULL) & used
+    is_null &= (used & ~is_null).any(1, keepdim=True)  # a row of them only is not a request's
     if not is_null.any():
         return common
     order = is_null.to(torch.int8).argsort(dim=1, stable=True)
@@ -197,20 +226,12 @@ class EvictingBackend(CPUAttentionBackend):
 
 
 class EvictingCPUWorker(CPUWorker):
-    """vLLM's worker on a CPU, which writes the null block into its block table where a block was evicted."""
+    """vLLM's worker on a CPU, which empties its block table before a step."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{EvictingBackend.__name__}")
         super().load_model(*args, **kwargs)
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        runner, told = self.model_runner, scheduler_output.kv_connector_metadata
-        for request, places in (told.evicted if told is not None else {}).items():
-            state = runner.requests.get(request)
-            if state is None:
-                continue
-            for place in places:
-                state.block_ids[0][place] = NULL
-            if (row := runner.input_batch.req_id_to_index.get(request)) is not None:
-                runner.input_batch.block_table[0].block_table.np[row, places] = NULL
+        get_kv_transfer_group().empty(self.model_runner)
         return super().execute_model(scheduler_output)

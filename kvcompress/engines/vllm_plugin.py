@@ -1,4 +1,4 @@
-"""vLLM's plugin `kvcompress`: it starts an engine whose model prunes vision tokens by a token method of this package.
+"""vLLM's plugin `kvcompress`: it starts an engine whose model prunes vision tokens, or whose cache evicts blocks.
 
 Asked for by KVCOMPRESS_METHOD and KVCOMPRESS_RATIO, or by the engine's argument `hf_overrides={"kvcompress":
 {"method": "evs", "ratio": 0.25}}`, which may hold the method's options, too. Without either, the engine is vLLM's own.
@@ -85,13 +85,13 @@ def is_eviction(method: str) -> bool:
 
 def evict(arguments: Any, asked: dict[str, Any]) -> None:
     """Make vLLM's `EngineArgs` evict blocks of each prompt. Raises KVCompressError."""
-    from vllm.config import KVTransferConfig
-    from vllm.platforms import current_platform
-
     if "ratio" not in asked:
         raise KVCompressError(f"method {asked['method']!r} needs ratio=: the share of a prompt that stays")
     evictor = BlockEvictor.of(**asked)
     check_version()
+    from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
+
     if isinstance(arguments.hf_overrides, dict):
         arguments.hf_overrides = {name: value for name, value in arguments.hf_overrides.items() if name != KEY}
     if evictor.ratio == 1:

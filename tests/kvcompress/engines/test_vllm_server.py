@@ -107,5 +107,5 @@ def test_bad_input_is_one_line_and_nothing_starts(checkpoint):
     done = subprocess.run([VLLM, "serve", checkpoint], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: method 'snapkv' cannot prune in a serving engine: it evicts cache entries")
+    assert last.startswith("error: method 'snapkv' cannot evict in a serving engine: it reads queries")
     assert "Traceback" not in done.stderr

@@ -77,6 +77,18 @@ def prompts(count: int = 20) -> list[dict[str, Any]]:
     return made
 
 
+def long_prompts(count: int = 20) -> list[dict[str, Any]]:
+    """Return prompts of 150 to 400 tokens, every other with a picture."""
+    made = []
+    for seed in range(count):
+        draw = np.random.default_rng(seed)
+        text = "".join(draw.choice(list("abcdxyz ?"), 150 + 37 * (seed % 7)))
+        shown = "<|vision_start|><|image_pad|><|vision_end|>" if seed % 2 else ""
+        media = {"multi_modal_data": {"image": [Image.fromarray(_noise(draw, 124, 140))]}} if seed % 2 else {}
+        made.append({"prompt": f"[user] {text[:60]}{shown}{text[60:]}[assistant] ", **media})
+    return made
+
+
 def short_video() -> dict[str, Any]:
     """Return a prompt with a video of one temporal patch, of which `evs` cannot keep half."""
     text = "[user] <|vision_start|><|video_pad|><|vision_end|>What?[assistant] "
@@ -102,7 +114,7 @@ def _video(draw: np.random.Generator, frames: int) -> tuple[np.ndarray, dict[str
 
 def inputs_of(processor: Any, prompt: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the model's inputs for one of `prompts`."""
-    media = dict(prompt["multi_modal_data"])
+    media = dict(prompt.get("multi_modal_data", {}))
     arguments: dict[str, Any] = {"images": media.pop("image")} if "image" in media else {}
     if "video" in media:
         videos = media.pop("video")
