@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoProcessor, DynamicCache, PreTrainedModel
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
-from kvcompress.engines.blocks import BlockEvictor
 from tests.kvcompress.engines import tiny_qwen
 
 pytest.importorskip("vllm")
@@ -82,43 +81,20 @@ def prompts(checkpoint) -> list[dict]:
     return [tiny_qwen.inputs_of(processor, prompt) for prompt in tiny_qwen.long_prompts()]
 
 
-@torch.no_grad()
-def answer(model: PreTrainedModel, inputs: dict, asked: dict) -> tuple[list[int], int]:
-    """Return a greedy answer of transformers without the blocks that leave after the prompt, and how many leave."""
-    length, cache = inputs["input_ids"].shape[1], DynamicCache(config=model.config.get_text_config())
-    model.model.rope_deltas = None
-    output = model(**inputs, past_key_values=cache)
-    states = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
-    leave = BlockEvictor.of(**asked).evicted(states, SIZE) if asked else []
-    stays = [column for column in range(length) if column // SIZE not in leave]
-    for layer in cache.layers:
-        layer.keys, layer.values = layer.keys[:, :, stays], layer.values[:, :, stays]
-    further = 0 if model.model.rope_deltas is None else int(model.model.rope_deltas)
-    tokens = [int(output.logits[0, -1].argmax())]
-    while len(tokens) < tiny_qwen.ANSWER:
-        position = length + len(tokens) - 1 + further
-        output = model(
-            input_ids=torch.tensor([tokens[-1:]]),
-            past_key_values=cache,
-            position_ids=torch.full((3, 1, 1), position),
-        )
-        tokens.append(int(output.logits[0, -1].argmax()))
-    return tokens, len(leave)
-
-
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "preempted"])
 def test_all_answers_are_those_of_transformers(engine, model, prompts, vllm, own_method, monkeypatch):
     monkeypatch.setenv("KVCOMPRESS_METHODS", own_method)
-    wanted = [answer(model, inputs, ENGINES[engine][0]) for inputs in prompts]
+    wanted = [tiny_qwen.answer_in_blocks(model, inputs, SIZE, ENGINES[engine][0]) for inputs in prompts]
     assert [one["prompt"] for one in vllm[engine]] == [inputs["input_ids"].shape[1] for inputs in prompts]
     assert [one["answer"] for one in vllm[engine]] == [tokens for tokens, _ in wanted]
     assert len({tuple(tokens) for tokens, _ in wanted}) == 20
 
 
 def test_evicted_blocks_are_free_by_vllms_own_metric(model, prompts, vllm):
-    leave = sum(answer(model, inputs, ENGINES["knorm"][0])[1] for inputs in prompts)
+    asked, _ = ENGINES["knorm"]
+    leave = sum(tiny_qwen.answer_in_blocks(model, inputs, SIZE, asked)[1] for inputs in prompts)
     held, without = vllm["full"][0]["blocks"], vllm["knorm"][0]["blocks"]
-    assert leave > 0.4 * max(held)
+    assert leave > max(held) / 3
     assert len(held) == len(without)
     assert all(one - other == leave for one, other in zip(held[2:-3], without[2:-3], strict=True))
     assert (held[-1], without[-1]) == (0, 0)

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.video_utils import VideoMetadata
 
+from kvcompress.engines.blocks import BlockEvictor
 from tests.support.characters import CHAT_TEMPLATE, QWEN_SPECIALS, character_tokenizer
 from tests.support.families import IMAGE, PAD, VIDEO, VISION_END, VISION_START, VOCAB_SIZE, randomize
 
@@ -128,6 +129,30 @@ def answer_of(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[i
     """Return the tokens of a greedy answer."""
     tokens = model.generate(**inputs, max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False)
     return tokens[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@torch.no_grad()
+def answer_in_blocks(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], size: int, asked: dict[str, Any]
+) -> tuple[list[int], int]:
+    """Return the tokens of a greedy answer without the prompt's blocks that leave after it, and how many leave.
+
+    `asked`: arguments of `BlockEvictor.of`; empty: none leave."""
+    length, cache = inputs["input_ids"].shape[1], DynamicCache(config=model.config.get_text_config())
+    model.model.rope_deltas = None
+    output = model(**inputs, past_key_values=cache)
+    states = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+    leave = BlockEvictor.of(**asked).evicted(states, size) if asked else []
+    stays = [column for column in range(length) if column // size not in leave]
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:, :, stays], layer.values[:, :, stays]
+    further = 0 if model.model.rope_deltas is None else int(model.model.rope_deltas)
+    tokens = [int(output.logits[0, -1].argmax())]
+    while len(tokens) < ANSWER:
+        position = torch.full((3, 1, 1), length + len(tokens) - 1 + further)
+        output = model(input_ids=torch.tensor([tokens[-1:]]), past_key_values=cache, position_ids=position)
+        tokens.append(int(output.logits[0, -1].argmax()))
+    return tokens, len(leave)
 
 
 @contextmanager
