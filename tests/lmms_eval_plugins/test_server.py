@@ -10,6 +10,7 @@ from lmms_eval.api.instance import Instance
 from PIL import Image
 
 from kvcompress import KVCompressError
+from kvcompress.__main__ import main as kvcompress_main
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import served as asking
 from lmms_eval_plugins.cells.errors import EvaluationFailed
@@ -49,7 +50,7 @@ def refused(capsys, *words: str, code: int = 2) -> str:
 
 def test_a_servers_answers_are_the_models_in_a_row_beside_it(url, folder, capsys):
     asked = [*FOUR, OPTION, "--limit", "8"]
-    assert evaluate.main(asked) == 0
+    assert evaluate.main([*FOUR[:2], "full,snapkv", *asked[3:]]) == 0
     assert evaluate.main([*asked, "--server", url]) == 0
     here, answers_here = read_cell(folder / "snapkv-0.2-limit=8-window_size=8")
     cell = folder / "snapkv-0.2-limit=8-server=kvcompress-window_size=8"
@@ -67,6 +68,8 @@ def test_a_servers_answers_are_the_models_in_a_row_beside_it(url, folder, capsys
     ]  # fmt: skip
     said = problems(folder.parents[1])
     assert f"tiny_textvqa/tiny/{cell.name}: a server answered: what it kept was not measured" in said
+    for command in (["metrics", str(folder)], ["report", str(folder), "--out", "page"]):
+        assert kvcompress_main(command) == 0
     capsys.readouterr()
     assert evaluate.main([*asked, "--server", url]) == 0
     assert "1 of 1 cells are complete and skipped" in capsys.readouterr().out
