@@ -11,23 +11,13 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from tests.kvcompress.engines import tiny_qwen
+from tests.kvcompress.engines.compared import EVICTED, FEW_BLOCKS
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 SIZE = 32  # tokens of a block
-FEW_BLOCKS = 60  # less than all requests need, so that some are preempted
-ENGINES = {  # what is asked of kvcompress, and vLLM's other arguments
-    "full": ({}, {}),
-    "knorm": ({"method": "knorm", "ratio": 0.5}, {}),
-    "streamingllm in pieces": (
-        {"method": "streamingllm", "ratio": 0.3, "sinks": 2}, {"max_num_batched_tokens": 96, "max_num_seqs": 8}
-    ),
-    "keydiff again": ({"method": "keydiff", "ratio": 0.4}, {"enable_prefix_caching": True, "repeat": 2}),
-    "own method": ({"method": "upwards", "ratio": 0.6}, {}),
-    "preempted": ({"method": "knorm", "ratio": 0.5}, {"num_gpu_blocks_override": FEW_BLOCKS}),
-}  # fmt: skip
 OWN_METHOD = '''
 from dataclasses import dataclass
 import kvcompress
@@ -59,7 +49,7 @@ def vllm(checkpoint, own_method, tmp_path_factory) -> dict[str, list[dict]]:
     result = tmp_path_factory.mktemp("answers") / "all.json"
     arguments = [
         {**({"hf_overrides": {"kvcompress": asked}} if asked else {}), "long": True, "block_size": SIZE, **others}
-        for asked, others in ENGINES.values()
+        for asked, others in EVICTED.values()
     ]
     command = [sys.executable, "-m", "tests.kvcompress.engines.vllm_answers", checkpoint, str(result)]
     environment = {**os.environ, "KVCOMPRESS_METHODS": own_method}
@@ -67,7 +57,7 @@ def vllm(checkpoint, own_method, tmp_path_factory) -> dict[str, list[dict]]:
         [*command, *map(json.dumps, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return dict(zip(ENGINES, json.loads(result.read_text()), strict=True))
+    return dict(zip(EVICTED, json.loads(result.read_text()), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -81,17 +71,17 @@ def prompts(checkpoint) -> list[dict]:
     return [tiny_qwen.inputs_of(processor, prompt) for prompt in tiny_qwen.long_prompts()]
 
 
-@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "preempted"])
+@pytest.mark.parametrize("engine", [name for name in EVICTED if name != "preempted"])
 def test_all_answers_are_those_of_transformers(engine, model, prompts, vllm, own_method, monkeypatch):
     monkeypatch.setenv("KVCOMPRESS_METHODS", own_method)
-    wanted = [tiny_qwen.answer_in_blocks(model, inputs, SIZE, ENGINES[engine][0]) for inputs in prompts]
+    wanted = [tiny_qwen.answer_in_blocks(model, inputs, SIZE, EVICTED[engine][0]) for inputs in prompts]
     assert [one["prompt"] for one in vllm[engine]] == [inputs["input_ids"].shape[1] for inputs in prompts]
     assert [one["answer"] for one in vllm[engine]] == [tokens for tokens, _ in wanted]
     assert len({tuple(tokens) for tokens, _ in wanted}) == 20
 
 
 def test_evicted_blocks_are_free_by_vllms_own_metric(model, prompts, vllm):
-    asked, _ = ENGINES["knorm"]
+    asked, _ = EVICTED["knorm"]
     leave = sum(tiny_qwen.answer_in_blocks(model, inputs, SIZE, asked)[1] for inputs in prompts)
     held, without = vllm["full"][0]["blocks"], vllm["knorm"][0]["blocks"]
     assert leave > max(held) / 3
