@@ -54,9 +54,7 @@ def evicting(checkpoint, tmp_path_factory) -> Iterator[str]:
 @contextmanager
 def served(checkpoint: str, folder: Path, method: str, ratio: float, *more: str) -> Iterator[str]:
     """Serve; yields the address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = {**os.environ, **QUIET, "KVCOMPRESS_METHOD": method, "KVCOMPRESS_RATIO": str(ratio)}
     flags = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--served-model-name", "tiny"]
     flags += ["--distributed-executor-backend", "uni"]  # no third process to start
@@ -78,6 +76,12 @@ def served(checkpoint: str, folder: Path, method: str, ratio: float, *more: str)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def wait_for(address: str, process: subprocess.Popen, log: Path) -> None:
@@ -134,7 +138,8 @@ def test_a_chat_with_a_picture_is_answered_as_by_transformers(pruning, checkpoin
 
 def test_bad_input_is_one_line_and_nothing_starts(checkpoint):
     environment = {**os.environ, **QUIET, "KVCOMPRESS_METHOD": "snapkv", "KVCOMPRESS_RATIO": "0.25"}
-    done = subprocess.run([VLLM, "serve", checkpoint], env=environment, capture_output=True, text=True, timeout=300)
+    command = [VLLM, "serve", checkpoint, "--host", "127.0.0.1", "--port", str(free_port())]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=START)
     assert done.returncode
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: method 'snapkv' cannot evict in a serving engine: it reads queries")
