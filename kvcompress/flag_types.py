@@ -109,6 +109,13 @@ def device_name(text: str) -> str:
     return text
 
 
+def address(text: str) -> str:
+    """Parse the address of a server of chat completions; the path `/v1` is what it has if none is given."""
+    if not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s@?#]*)?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not an address such as http://127.0.0.1:8000/v1")
+    return text.rstrip("/") if text.rstrip("/").count("/") > 2 else text.rstrip("/") + "/v1"
+
+
 def new_file(text: str) -> Path:
     """Parse the path of a file, which need not exist."""
     found = path(text)

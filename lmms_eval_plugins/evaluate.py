@@ -119,7 +119,7 @@ def run(plan: Plan, argv: list[str]) -> int:
 
         for job in {job.cell.task: job for job in unanswered}.values():
             say(power_line(job.cell.task, job.questions))
-        lm = load_model(plan.arguments, plan.needs_template)
+        lm = load_model(plan.arguments, plan.needs_template) if plan.server is None else plan.server.lm(plan.arguments)
         with settled():
             evaluate_cells(lm, unanswered, failures, log)
     if rank() == 0:

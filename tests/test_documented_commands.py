@@ -32,7 +32,7 @@ SHORT_ANSWERS = "--requests 3 --prompt 24 --answers 2 4"
 # given twice the last counts.
 RUN = {
     r": \./scripts/run_eval\.sh$": FEW,
-    r"^(?!docs/reproduce-a-baseline).*run_eval\.sh (tiny_textvqa|tiny_read_all|TASK) ": FEW,
+    r"^(?!docs/reproduce-a-baseline|.*--server).*run_eval\.sh (tiny_textvqa|tiny_read_all|TASK) ": FEW,
     r"run_eval\.sh textvqa_val (tiny|MODEL) (?!.*overlays)": FEW,
     r"run_eval\.sh textvqa_val MODEL .*overlays": f"{FEW} --overlays 1",
     r"run_eval\.sh list ": "",
@@ -75,7 +75,9 @@ NOT_RUN = {
     "a model of text only, and a book": r"kvcompress (calibrate|train \w+) MODEL .*--text",
     "a model of text only, which test_instructions.py asks": r"run_eval\.sh several_instructions",
     "it installs": r": (\.venv/bin/)?pip |: python3 -m venv|test_(pythons|versions|openvino|engines)\.sh|lock\.sh",
-    "a server, which serve/test_command.py starts": r"kvcompress serve |: curl ",
+    "a server, which serve/test_command.py and lmms_eval_plugins/test_server.py start": (
+        r"kvcompress serve |: curl |--server "
+    ),
     "it is the tests": r"run_tests\.sh|pytest tests|tests\.(contents|mutate|lines_run)",
     "it writes into this repository": (
         r"tests\.(methods_page|family_table)|tiny_vlm\.(dataset|presence)$|regimes\.dataset|--write-reference|"

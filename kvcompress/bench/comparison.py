@@ -7,13 +7,16 @@ from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from ..errors import KVCompressError, loading, unknown_name
 from ..files import check_output, replacing, write_text
+from ..hooks.model import text_decoder
 from .contenders import KVPressProcess, MethodSpec, Ours, Workload, make_contenders
 from .grid import decodes, largest_batch, measure_grid
-from .models import nbytes, source, weight_bytes_read
 from .report import cells_of, columns, markdown, plot, rows_of
 from .results import Results, about, say, settle
+from .shapes import source
 from .standalone import load
 
 PEERS = ("dynamic", "static")
@@ -53,7 +56,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
             model = load(origin, given.dtype, where)
         content = {
             **about(["kvcompress", "bench", *arguments], settings, where),
-            "weight_bytes": sum(nbytes(weight) for weight in model.parameters()),
+            "weight_bytes": sum(weight.nbytes for weight in model.parameters()),
             "weight_bytes_read": weight_bytes_read(model),
             "largest_batch_note": note(given),
         }
@@ -74,6 +77,15 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
         workloads = [Workload(length, batch, *how) for length in given.lengths for batch in given.batches]
         measure_grid(results, contenders, workloads, given.repeats, where, 60 * given.minutes)
     finish(results.content, given)
+
+
+def weight_bytes_read(model: PreTrainedModel) -> int:
+    """Return the bytes of weights that a decode step reads: decoder and output head, but not the input embeddings."""
+    decoder, head, table = text_decoder(model), model.get_output_embeddings(), model.get_input_embeddings()
+    weights = {id(weight): weight for part in (decoder, head) if part is not None for weight in part.parameters()}
+    if head is None or table.weight is not head.weight:
+        weights.pop(id(table.weight), None)
+    return sum(weight.nbytes for weight in weights.values())
 
 
 def note(given: argparse.Namespace) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
+from transformers import CompileConfig, DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 
 from ..cache.cache import CompressedCache
 from ..cache.scope import States
@@ -93,6 +93,10 @@ class MethodSpec:
         options = "".join(f":{key}={value}" for key, value in self.options.items())
         return self.name + options + ("" if self.ratio is None else f"@{self.ratio:.15g}")
 
+    def cache(self, config: PreTrainedConfig, room: int) -> CompressedCache:
+        """Return an empty cache for a model's config, with room for `room` new tokens."""
+        return CompressedCache(config, self.name, self.ratio, max_new_tokens=room, **self.options)
+
     @property
     def is_static(self) -> bool:
         return "static" in self.options.get("cache_implementation", "dynamic")
@@ -114,12 +118,9 @@ class Ours:
         self.model, self.method, self.compiled = model, method, compiled
         self.name = f"{method}, compiled" if compiled else str(method)
 
-    def cache(self, steps: int) -> CompressedCache:
-        method, room = self.method, steps + 1 + (WARM_STEPS if self.compiled else 0)
-        return CompressedCache(self.model.config, method.name, method.ratio, max_new_tokens=room, **method.options)
-
     def turn(self, workload: Workload) -> Turn:
-        cache = self.cache(workload.steps)
+        room = workload.steps + 1 + (WARM_STEPS if self.compiled else 0)
+        cache = self.method.cache(self.model.config, room)
         elsewhere = cache.policy.cluster.second_pass or cache.policy.needs_sums  # the attention may compute the sums
         scoring = None if elsewhere else ScoringTimer(cache, self.model.device, workload.clock)
         with attach(self.model):

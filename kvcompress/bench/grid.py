@@ -5,15 +5,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
-from .contenders import Contender, Turn, Workload
+from .contenders import Contender, Workload
 from .results import Results, say
 from .timing import CLOCKS, synchronise
 
 COPIES = 10
+T = TypeVar("T")
 
 
 def measure_cell(contenders: dict[str, Contender], workload: Workload, repeats: int) -> dict[str, Any]:
@@ -31,7 +33,7 @@ def measure_cell(contenders: dict[str, Contender], workload: Workload, repeats: 
             for name in names[begin:] + names[:begin]:
                 if "error" in taken[name]:
                     continue
-                turn = attempt(contenders[name], workload)
+                turn = attempt(partial(contenders[name].turn, workload))
                 if turn is None:
                     taken[name] = {"error": "out of memory"}
                 elif repeat:
@@ -50,10 +52,10 @@ def garbage_left() -> Iterator[None]:
         gc.enable()
 
 
-def attempt(contender: Contender, workload: Workload) -> Turn | None:
-    """Take a turn, or return None and free its memory if memory ran out."""
+def attempt(call: Callable[[], T]) -> T | None:
+    """Return the call's result, or None after freeing its memory if memory ran out."""
     try:
-        return contender.turn(workload)
+        return call()
     except torch.OutOfMemoryError:
         pass  # the exception holds on to the tensors until here
     release()
@@ -97,7 +99,7 @@ def largest_batch(fits: Callable[[int], bool]) -> int:
 def decodes(contender: Contender, workload: Workload) -> bool:
     """Return whether a turn fits into memory, after freeing what earlier turns left."""
     release()
-    return attempt(contender, workload) is not None
+    return attempt(partial(contender.turn, workload)) is not None
 
 
 def measure_grid(

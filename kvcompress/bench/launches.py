@@ -7,7 +7,7 @@ It also counts how often the host waits. On a device PyTorch's profiler counts; 
 import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,29 +20,17 @@ from ..errors import loading
 from ..files import check_output
 from ..hooks.session import attach
 from .contenders import MethodSpec
-from .models import source
 from .pretended.counts import Counts
 from .results import Results, about, page
+from .shapes import source
 from .standalone import load, prompt_ids
 from .timing import table
 
 Meter = Callable[[], AbstractContextManager[Counts]]
-CUT = {
-    "num_hidden_layers": 4,
-    "intermediate_size": 64,
-    "vocab_size": 512,
-}  # a smaller shape, same kernels
+Make = Callable[[PreTrainedModel, int], Cache]  # takes the length of the prompt
+CUT = {"num_hidden_layers": 4, "intermediate_size": 64, "vocab_size": 512}  # a smaller shape, same kernels
 # Runtime calls in which the host waits.
 WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-
-
-@dataclass(frozen=True)
-class Way:
-    """A cache to decode with: one of transformers', or ours with a method."""
-
-    name: str
-    make: Callable[[PreTrainedModel, int], Cache]
-    is_ours: bool = True
 
 
 @dataclass
@@ -106,33 +94,22 @@ class Row:
         return found
 
 
-def ways(methods: list[MethodSpec], room: int) -> list[Way]:
-    """Return transformers' caches, then ours, with room for `room` decoded tokens."""
-    own = [
-        Way("DynamicCache", lambda model, length: DynamicCache(config=model.config), False),
-        Way("StaticCache", lambda model, length: StaticCache(config=model.config, max_cache_len=length + room), False),
-    ]
-
-    def ours(method: MethodSpec) -> Way:
-        return Way(
-            str(method),
-            lambda model, length: CompressedCache(
-                model.config, method.name, method.ratio, max_new_tokens=room, **method.options
-            ),
-        )
-
-    return own + [ours(method) for method in methods]
+def caches(methods: list[MethodSpec], room: int) -> dict[str, Make]:
+    """Return the caches to decode with, transformers' and then ours, with room for `room` decoded tokens."""
+    return {
+        "DynamicCache": lambda model, length: DynamicCache(config=model.config),
+        "StaticCache": lambda model, length: StaticCache(config=model.config, max_cache_len=length + room),
+        **{str(each): lambda model, length, each=each: each.cache(model.config, room) for each in methods},
+    }
 
 
 @torch.no_grad()
-def count(model: PreTrainedModel, way: Way, meter: Meter, batch: int, length: int, steps: int) -> Row:
+def count(model: PreTrainedModel, name: str, make: Make, meter: Meter, batch: int, length: int, steps: int) -> Row:
     """Prefill `length` tokens and decode `steps` tokens, counting every pass with `meter`."""
     ids = prompt_ids(model, batch, length)
     positions = torch.arange(length, length + steps).to(model.device)
-    with ExitStack() as stack:
-        if way.is_ours:
-            stack.enter_context(attach(model))
-        cache, counted = way.make(model, length), []
+    cache, counted = make(model, length), []
+    with attach(model) if isinstance(cache, CompressedCache) else nullcontext():
         with meter() as prefill:
             logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         for step in range(steps):
@@ -141,7 +118,7 @@ def count(model: PreTrainedModel, way: Way, meter: Meter, batch: int, length: in
             with meter() as counts:
                 logits = model(token, past_key_values=cache, use_cache=True, **given).logits
             counted.append(counts)
-    return Row(way.name, model.config.get_text_config().num_hidden_layers, prefill, counted)
+    return Row(name, model.config.get_text_config().num_hidden_layers, prefill, counted)
 
 
 @contextmanager
@@ -187,7 +164,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
             gpu = stack.enter_context(PretendedCuda())
             model, meter = model.to("cuda"), gpu.counting
         sizes = given.batch, given.length, given.new
-        rows = [count(model, way, meter, *sizes) for way in ways(methods, given.new + 1)]
+        rows = [count(model, name, make, meter, *sizes) for name, make in caches(methods, given.new + 1).items()]
     names = ("length", "batch", "new", "dtype")
     settings = {"model": given.model or given.shape, **{name: getattr(given, name) for name in names}}
     content = about(["kvcompress", "bench", "launches", *arguments], settings, where)

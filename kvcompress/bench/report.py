@@ -25,28 +25,17 @@ GROWING = {
 }
 
 
-def scoring_share(prompt_ms: list[float], scoring_ms: list[float]) -> dict[str, Any]:
-    """Summarise, over the turns, the time of scoring, choosing and storing relative to the rest of the prefill."""
-    return summary([scoring / (all_ms - scoring) for all_ms, scoring in zip(prompt_ms, scoring_ms, strict=True)])
-
-
-def speedup(ours_ms: list[float], theirs_ms: list[float]) -> dict[str, Any]:
-    """Summarise, over the turns, how many times as fast ours is."""
-    return summary([theirs / ours for ours, theirs in zip(ours_ms, theirs_ms, strict=True)])
-
-
-def bandwidth_fraction(weight_bytes: int, kv_bytes: int, bytes_per_s: float, ms_per_token: float) -> float:
-    """Return the time to read weights and KV cache once at the copy bandwidth, relative to a step; 1 is the limit."""
-    return (weight_bytes + kv_bytes) / bytes_per_s / (ms_per_token / 1e3)
-
-
-def rows_within(limit_bytes: int, weight_bytes: int, kv_bytes: int, batch: int) -> int:
-    """Return the largest batch whose weights and KV caches fit into a limit, if `batch` rows have `kv_bytes`."""
-    return max(0, (limit_bytes - weight_bytes) * batch // kv_bytes)
+def ratio(numbers: list[float], others: list[float]) -> dict[str, Any]:
+    """Summarise, over the turns, one number relative to another."""
+    return summary([one / other for one, other in zip(numbers, others, strict=True)])
 
 
 def rows_of(content: dict[str, Any], memory_limit: int | None = None) -> list[dict[str, Any]]:
-    """Return one row per cell and contender, see docs/bench.md. Values that do not apply are None."""
+    """Return one row per cell and contender, see docs/bench.md. Values that do not apply are None.
+
+    Ratios compare turn by turn, so that other load on the machine changes little. Weights and KV caches of the largest
+    batch fit into `memory_limit` bytes.
+    """
     largest = {(found["length"], found["way"]): found["batch"] for found in content["largest"]}
     rows = []
     for measured in content["cells"]:
@@ -58,6 +47,7 @@ def rows_of(content: dict[str, Any], memory_limit: int | None = None) -> list[di
                 continue
             prompt, step, whole = times[name]
             kv_bytes = taken["turns"][-1]["kv_bytes"]
+            reading_ms = 1e3 * (content["weight_bytes_read"] + kv_bytes) / measured["copy_bytes_per_s"]
             peaks = [turn["peak_bytes"] for turn in taken["turns"] if turn["peak_bytes"] is not None]
             is_ours = not name.startswith(("transformers ", "kvpress "))
             dynamic = times.get(PEER) if is_ours else None
@@ -68,12 +58,11 @@ def rows_of(content: dict[str, Any], memory_limit: int | None = None) -> list[di
                 "answer_ms": summary(whole),
                 "scoring_ms": None,
                 "scoring_share": None,
-                "bandwidth_fraction": bandwidth_fraction(
-                    content["weight_bytes_read"], kv_bytes, measured["copy_bytes_per_s"], statistics.median(step)
-                ),
-                "prompt_speedup_dynamic": dynamic and speedup(prompt, dynamic[0]),
-                "speedup_dynamic": dynamic and speedup(step, dynamic[1]),
-                "speedup_kvpress": kvpress and speedup(step, kvpress[1]),
+                # The time to read weights and KV cache once at the copy bandwidth, relative to a step; 1 is the limit.
+                "bandwidth_fraction": reading_ms / statistics.median(step),
+                "prompt_speedup_dynamic": dynamic and ratio(dynamic[0], prompt),
+                "speedup_dynamic": dynamic and ratio(dynamic[1], step),
+                "speedup_kvpress": kvpress and ratio(kvpress[1], step),
                 "kv_bytes": kv_bytes,
                 "peak_bytes": max(peaks, default=None),
                 "largest_batch": largest.get((measured["length"], name)),
@@ -82,9 +71,10 @@ def rows_of(content: dict[str, Any], memory_limit: int | None = None) -> list[di
             if None in scoring and is_ours and BASELINE in times:  # not timed separately: the time beyond `full`'s
                 scoring = [mine - full for mine, full in zip(prompt, times[BASELINE][0], strict=True)]
             if None not in scoring:
-                row |= {"scoring_ms": summary(scoring), "scoring_share": scoring_share(prompt, scoring)}
+                others = [mine - part for mine, part in zip(prompt, scoring, strict=True)]
+                row |= {"scoring_ms": summary(scoring), "scoring_share": ratio(scoring, others)}
             if memory_limit is not None:
-                row["largest_batch"] = rows_within(memory_limit, content["weight_bytes"], kv_bytes, row["batch"])
+                row["largest_batch"] = max(0, (memory_limit - content["weight_bytes"]) * row["batch"] // kv_bytes)
             rows.append(row)
     return rows
 

@@ -1,6 +1,8 @@
-"""Model shapes: configs without weights."""
+"""The benchmark's model: a hub id, a local path, or a shape, which is a config with random weights."""
 
 from typing import Any
+
+from ..errors import KVCompressError, unknown_name
 
 
 def _qwen2(
@@ -32,3 +34,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "tiny": _qwen2(64, 128, 2, 4, 2, 512, True),
 }
+
+
+def source(model: str | None, shape: str | None) -> dict[str, Any]:
+    """Return the source for `standalone.load`, from either a hub id or path, or a shape. Raises KVCompressError."""
+    if (model is None) == (shape is None):
+        raise KVCompressError(f"give either a model or --shape, not {model!r} and {shape!r}")
+    if shape is None:
+        return {"pretrained": model}
+    if shape not in SHAPES:
+        raise unknown_name("there is no shape", shape, SHAPES)
+    return {"config": SHAPES[shape]}

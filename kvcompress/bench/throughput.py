@@ -8,7 +8,7 @@ import argparse
 import random
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
@@ -20,8 +20,8 @@ from ..hooks.session import compress
 from ..inflight.request import Request
 from .contenders import MethodSpec
 from .grid import release
-from .models import nbytes, source
 from .results import Results, about, page, settle
+from .shapes import source
 from .standalone import CLOCKS, held_bytes, load
 from .timing import short, table
 
@@ -54,19 +54,6 @@ class Served:
     kv_bytes: int
 
 
-class Contender(Protocol):
-    """Serves requests.
-
-    Attributes:
-        name: the name in its row.
-    """
-
-    name: str
-
-    def serve(self, requests: list[Asked], kv_bytes: int, clock: str, seconds: float) -> Served:
-        """Serve requests with `kv_bytes` for keys and values, until all are answered or `seconds` are over."""
-
-
 class Padded:
     """transformers' `generate`, batch by batch.
 
@@ -78,6 +65,9 @@ class Padded:
         self.model = model
 
     def serve(self, requests: list[Asked], kv_bytes: int, clock: str, seconds: float) -> Served:
+        """Serve requests with `kv_bytes` for keys and values, until all are answered or `seconds` are over.
+
+        Every contender has this method, and a name for its row."""
         entries = max(len(asked.prompt) for asked in requests) + max(asked.new for asked in requests)
         batch = max(1, kv_bytes // (entries * entry_bytes(self.model)))
         served = Served(0.0, 0, 0, 0, batch, 0)
@@ -193,7 +183,7 @@ def entry_bytes(model: PreTrainedModel) -> int:
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
 
 
-PEERS: dict[str, type[Contender]] = {"padded": Padded, "continuous": Continuous}
+PEERS: dict[str, type[Padded | Continuous]] = {"padded": Padded, "continuous": Continuous}
 
 
 def workload(vocabulary: int, count: int, prompt: int, least: int, most: int, seed: int) -> list[Asked]:
@@ -226,7 +216,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
     names += ("clock", "device", "threads")
     settings = {"model": given.model or f"shape {given.shape}", **{name: getattr(given, name) for name in names}}
     content = about(["kvcompress", "bench", *arguments], settings, where)
-    content["weight_bytes"] = sum(nbytes(weight) for weight in model.parameters())
+    content["weight_bytes"] = sum(weight.nbytes for weight in model.parameters())
     results = Results(given.out.with_suffix(".json"), content, given.resume, parts=("served",))
     requests = workload(
         model.config.get_text_config().vocab_size, given.requests, given.prompt, least, most, given.seed

@@ -5,8 +5,9 @@ It raises NotAsked if the method does not make the promise."""
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +31,7 @@ SCORES = 1e-3  # relative, for scores: sums over a batch round differently than 
 PROTECTED = 1e30  # scores from here on belong to entries that must stay
 DECODING = {"decode_budget": 12, "decode_interval": 2}
 RAGGED = {"head_budget": "adaptive", **DECODING}
-CHUNKS = {"prefill_chunk": 16}
+CHUNKS = {"prefill_chunk": 16, **DECODING}
 
 
 class Broken(Exception):
@@ -153,21 +154,27 @@ def decodes_as_the_full_cache_under_a_mask(checked: Checked) -> None:
             _same_logits(f"{tried}, {_named(engine)}", run.logits, expected, "compressed", "masked")
 
 
-def a_row_is_as_alone(checked: Checked) -> None:
+def a_row_is_as_alone(checked: Checked, **engine: Any) -> None:
     """In a padded batch, each row has the same scores and keeps the same entries as alone."""
-    _rows_as_alone(checked, {})
-
-
-def a_row_is_as_alone_while_decoding_evicts(checked: Checked) -> None:
-    _rows_as_alone(checked, DECODING)
-
-
-def a_row_is_as_alone_with_ragged_heads(checked: Checked) -> None:
-    _rows_as_alone(checked, RAGGED)
-
-
-def a_row_is_as_alone_in_chunks(checked: Checked) -> None:
-    _rows_as_alone(checked, {**CHUNKS, **DECODING})
+    try:
+        make_policy(checked.method, RATIO, **{**checked.options, **engine})
+    except KVCompressError as error:
+        raise NotAsked(str(error)) from None
+    for tried in checked.tried:
+        batch = checked.answer(tried, **engine)
+        where = f"{tried}, {_named(engine)}"
+        for row, length in enumerate(tried.lengths):
+            alone = checked.answer(tried.alone(row), batch.tokens[row : row + 1], **engine)
+            if len(batch.events[row]) != len(alone.events[0]):
+                counts = f"{len(batch.events[row])} times, alone {len(alone.events[0])}"
+                raise Broken(f"{where}: row {row} chooses entries {counts}")
+            for one, other in zip(batch.events[row], alone.events[0], strict=True):
+                _same_scores(where, row, one, other)
+                if not _same_choice(where, row, one, other):
+                    break
+            pads = tried.inputs["input_ids"].shape[1] - length
+            if not batch.events[row] or _kept(batch, row, pads) == _kept(alone, 0, 0):  # otherwise rounding broke a tie
+                _same_logits(f"{where}: row {row}", batch.logits[row], alone.logits[0], "in the batch", "alone")
 
 
 def a_second_turn_sees_what_was_kept(checked: Checked) -> None:
@@ -214,9 +221,9 @@ PROMISES: dict[str, Callable[[Checked], None]] = {
     "each row keeps its budget": keeps_its_budget,
     "decoding equals the full cache under a mask": decodes_as_the_full_cache_under_a_mask,
     "a row gives the same result in a padded batch as alone": a_row_is_as_alone,
-    "a row gives the same result in a batch as alone while decoding evicts": a_row_is_as_alone_while_decoding_evicts,
-    "a row gives the same result in a batch as alone with ragged heads": a_row_is_as_alone_with_ragged_heads,
-    "a row gives the same result in a batch as alone in chunks": a_row_is_as_alone_in_chunks,
+    "a row gives the same result in a batch as alone while decoding evicts": partial(a_row_is_as_alone, **DECODING),
+    "a row gives the same result in a batch as alone with ragged heads": partial(a_row_is_as_alone, **RAGGED),
+    "a row gives the same result in a batch as alone in chunks": partial(a_row_is_as_alone, **CHUNKS),
     "a second prompt sees the kept entries": a_second_turn_sees_what_was_kept,
     "the same prompt keeps the same entries": chooses_the_same_twice,
     "memory is linear in the prompt": memory_is_linear_in_the_prompt,
@@ -224,28 +231,6 @@ PROMISES: dict[str, Callable[[Checked], None]] = {
 
 
 # -- helpers of the checks
-
-
-def _rows_as_alone(checked: Checked, engine: dict[str, Any]) -> None:
-    try:
-        make_policy(checked.method, RATIO, **{**checked.options, **engine})
-    except KVCompressError as error:
-        raise NotAsked(str(error)) from None
-    for tried in checked.tried:
-        batch = checked.answer(tried, **engine)
-        where = f"{tried}, {_named(engine)}"
-        for row, length in enumerate(tried.lengths):
-            alone = checked.answer(tried.alone(row), batch.tokens[row : row + 1], **engine)
-            if len(batch.events[row]) != len(alone.events[0]):
-                counts = f"{len(batch.events[row])} times, alone {len(alone.events[0])}"
-                raise Broken(f"{where}: row {row} chooses entries {counts}")
-            for one, other in zip(batch.events[row], alone.events[0], strict=True):
-                _same_scores(where, row, one, other)
-                if not _same_choice(where, row, one, other):
-                    break
-            pads = tried.inputs["input_ids"].shape[1] - length
-            if not batch.events[row] or _kept(batch, row, pads) == _kept(alone, 0, 0):  # otherwise rounding broke a tie
-                _same_logits(f"{where}: row {row}", batch.logits[row], alone.logits[0], "in the batch", "alone")
 
 
 def _same_scores(where: str, row: int, one: Event, other: Event) -> None:
@@ -301,54 +286,36 @@ def _lists(rows: list) -> list:
 def _noted(cls: type[KVCluster], rows: int) -> Iterator[list[list[Event]]]:
     """Record the scores that `select` gets while a model runs, for each row in which it has to choose."""
     events: list[list[Event]] = [[] for _ in range(rows)]
+    select = cls.select
 
-    def noting(select: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        @wraps(select)
-        def noted(self: KVCluster, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
-            kept = select(self, scores, view)
-            chosen = torch.zeros_like(scores[..., :1], dtype=torch.bool).repeat(1, 1, scores.shape[-1] + 1)
-            chosen = chosen.scatter(2, kept + 1, True)[..., 1:]  # -1 means no entry
-            hidden = ~view.real_columns(scores).expand(-1, scores.shape[1], -1)
-            for row, of_row in enumerate(scores.masked_fill(hidden, torch.nan)):
-                if view.budgets[row] < view.lengths[row]:  # otherwise only another row of the batch has to choose
-                    is_own = ~hidden[row].all(0)
-                    events[row].append(Event(view.place, view.is_decoding, of_row[:, is_own], chosen[row][:, is_own]))
-            return kept
+    @wraps(select)
+    def noted(self: KVCluster, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
+        kept = select(self, scores, view)
+        chosen = torch.zeros_like(scores[..., :1], dtype=torch.bool).repeat(1, 1, scores.shape[-1] + 1)
+        chosen = chosen.scatter(2, kept + 1, True)[..., 1:]  # -1 means no entry
+        hidden = ~view.real_columns(scores).expand(-1, scores.shape[1], -1)
+        for row, of_row in enumerate(scores.masked_fill(hidden, torch.nan)):
+            if view.budgets[row] < view.lengths[row]:  # otherwise only another row of the batch has to choose
+                is_own = ~hidden[row].all(0)
+                events[row].append(Event(view.place, view.is_decoding, of_row[:, is_own], chosen[row][:, is_own]))
+        return kept
 
-        return noted
-
-    with _replaced(cls, "select", noting):
+    with mock.patch.object(cls, "select", noted):
         yield events
 
 
 @contextmanager
 def _scoring_under(cls: type[KVCluster], mode: TorchDispatchMode) -> Iterator[None]:
     """Run the class's `score` under this mode."""
+    score = cls.score
 
-    def moded(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def run(*arguments: Any) -> Any:
-            with mode:
-                return function(*arguments)
+    @wraps(score)
+    def moded(*arguments: Any) -> Any:
+        with mode:
+            return score(*arguments)
 
-        return run
-
-    with _replaced(cls, "score", moded):
+    with mock.patch.object(cls, "score", moded):
         yield
-
-
-@contextmanager
-def _replaced(cls: type, name: str, made: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace a method of a class by `made(method)`."""
-    is_own, before = name in vars(cls), getattr(cls, name)
-    setattr(cls, name, made(before))
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(cls, name, before)
-        else:
-            delattr(cls, name)
 
 
 class History(StoppingCriteria):

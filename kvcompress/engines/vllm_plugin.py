@@ -1,4 +1,4 @@
-"""vLLM's plugin `kvcompress`: it starts an engine whose model prunes vision tokens by a token method of this package.
+"""vLLM's plugin `kvcompress`: it starts an engine whose model prunes vision tokens, or whose cache evicts blocks.
 
 Asked for by KVCOMPRESS_METHOD and KVCOMPRESS_RATIO, or by the engine's argument `hf_overrides={"kvcompress":
 {"method": "evs", "ratio": 0.25}}`, which may hold the method's options, too. Without either, the engine is vLLM's own.
@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..clusters.base import KVCluster
 from ..errors import KVCompressError, shown, unknown_name
+from ..methods import method_info
+from .blocks import BlockEvictor
 from .media import MediaPruner, asked_of
 
 SUPPORTED = "0.32"  # the models of `vllm_models.py` override methods that differ between releases of vLLM
@@ -55,6 +58,9 @@ def configure(arguments: Any) -> None:
         return
     if "method" not in asked:
         raise KVCompressError(f"hf_overrides: {KEY!r} is {shown(given)}, which names no method")
+    if is_eviction(str(asked["method"])):
+        evict(arguments, asked)
+        return
     pruner = MediaPruner.of(**asked)
     check_version()
     if not isinstance(overrides, dict):
@@ -70,6 +76,38 @@ def configure(arguments: Any) -> None:
     arguments.hf_overrides = {**overrides, "architectures": [MODELS[architecture]], KEY: asked}
     arguments.video_pruning_rate = 0.5  # any: vLLM then asks the model for the positions of the tokens that stay
     use_worker(arguments)
+
+
+def is_eviction(method: str) -> bool:
+    """Return whether a method evicts cache entries. Raises KVCompressError if there is none of that name."""
+    return issubclass(method_info(method).cls, KVCluster)
+
+
+def evict(arguments: Any, asked: dict[str, Any]) -> None:
+    """Make vLLM's `EngineArgs` evict blocks of each prompt. Raises KVCompressError."""
+    if "ratio" not in asked:
+        raise KVCompressError(f"method {asked['method']!r} needs ratio=: the share of a prompt that stays")
+    evictor = BlockEvictor.of(**asked)
+    check_version()
+    from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
+
+    if isinstance(arguments.hf_overrides, dict):
+        arguments.hf_overrides = {name: value for name, value in arguments.hf_overrides.items() if name != KEY}
+    if evictor.ratio == 1:
+        return
+    if not current_platform.is_cpu():
+        raise KVCompressError("kvcompress evicts in vLLM only on a CPU: no other attention backend leaves blocks out")
+    for name, own in {"kv_transfer_config": None, "worker_cls": "auto", "tensor_parallel_size": 1}.items():
+        if (value := getattr(arguments, name)) != own:
+            raise KVCompressError(f"kvcompress cannot evict in vLLM with {name}={shown(value)}")
+    arguments.worker_cls = f"{__package__}.vllm_eviction.EvictingCPUWorker"
+    arguments.kv_transfer_config = KVTransferConfig(
+        kv_connector="EvictionConnector",
+        kv_connector_module_path=f"{__package__}.vllm_eviction",
+        kv_role="kv_both",
+        kv_connector_extra_config=asked,
+    )
 
 
 def check_version() -> None:

@@ -7,8 +7,7 @@ from ..cache.cache import LAYER_NAMES, CompressedCache
 from ..cache.layer import CompressedLayer
 from ..errors import KVCompressError
 from ..scoring.rotary import Rotary
-from .layer import DecodingLayer, SlotLayer, Slots
-from .sliding import SlidingSlotLayer
+from .layer import DecodingLayer, SlidingSlotLayer, SlotLayer, Slots
 
 Sizes = list[int]  # rows of a slot in each layer
 

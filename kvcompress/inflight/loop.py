@@ -19,7 +19,7 @@ from ..device import on_device
 from ..errors import KVCompressError
 from .cache import SlotCache
 from .request import Answer, Request
-from .under_way import Reading, Running, Writer
+from .under_way import UnderWay, Writer
 
 
 def check_storage(cache_implementation: str) -> None:
@@ -80,9 +80,9 @@ class InFlight:
         self.steps = self.tokens = self.halved = self._peak_kv_bytes = 0
         self._new = enumerate(requests)
         self._again: deque[tuple[int, Request]] = deque()  # requests that lost their slot
-        self._running: dict[int, Running] = {}  # by slot
-        self._reading: Reading | None = None  # the request being prefilled
-        self._next: Running | None = None  # the request that waits for a slot, its prompt compressed
+        self._running: dict[int, UnderWay] = {}  # by slot
+        self._reading: UnderWay | None = None  # the request being prefilled
+        self._next: UnderWay | None = None  # the request that waits for a slot, its prompt compressed
         self._cache: SlotCache | None = None
         self._call: Callable = writer.model
         self._axes = 0  # axes of a position; 0 for a single position
@@ -145,13 +145,10 @@ class InFlight:
             elif not is_reading:
                 return
 
-    def _next_request(self) -> Reading | None:
+    def _next_request(self) -> UnderWay | None:
         """Return the next request, None if there is none."""
         following = self._again.popleft() if self._again else next(self._new, None)
-        if following is None:
-            return None
-        started = time.perf_counter()
-        return Reading(*following, started, started - self._began, self._limits.prefill_tokens)
+        return None if following is None else UnderWay(*following, self._began, self._limits.prefill_tokens)
 
     def _read(self) -> Iterator[Answer]:
         """Prefill the next piece of the current prompt; after the last piece, choose the first token.
@@ -166,19 +163,20 @@ class InFlight:
             self._axes = reading.axes
             if self._after_prompt is not None:
                 self._after_prompt(reading.index, reading.cache)
-            running, self._reading = Running.of(reading), None
+            reading.end_prompt()
+            self._reading = None
             self.tokens += 1
-            if not running.add(running.choice.choose(logits)):
-                self._next = running
+            if not reading.add(reading.choice.choose(logits)):
+                self._next = reading
                 return
-            answer = running.answer()
+            answer = reading.answer()
         except torch.OutOfMemoryError as error:
             if self._limits.on_oom == "raise":
                 raise
             is_out_of_memory = True
-            answer = failed(reading.index, torch.OutOfMemoryError(str(error)), reading.waited_s)
+            answer = reading.failed(torch.OutOfMemoryError(str(error)))
         except Exception as error:
-            answer = failed(reading.index, error, reading.waited_s)
+            answer = reading.failed(error)
         self._reading = None
         # After the `except`, whose traceback keeps the failed pass's memory alive.
         if is_out_of_memory and self._make_room():
@@ -192,7 +190,7 @@ class InFlight:
             return
         running, cache = self._next, self._next.cache
         if self._cache is None:
-            self._cache, config = SlotCache(cache, self._is_fixed), running.config
+            self._cache, config = SlotCache(cache, self._is_fixed), running.choice.config
             if self._writer.model._valid_auto_compile_criteria({"past_key_values": self._cache}, config):
                 self._call = self._writer.model.get_compiled_call(config.compile_config)
         room = running.choice.room - 1
@@ -226,12 +224,12 @@ class InFlight:
     @torch.no_grad()
     def _step(self) -> Iterator[Answer]:
         """Feed every running request's latest token; yield the finished answers."""
-        chosen = None
         try:
             chosen, logits = self._feed()
         except torch.OutOfMemoryError:
             if self._limits.on_oom == "raise":
                 raise
+            chosen = None
         if chosen is None:
             self._cache.take_back()
             yield from self._shrink()
@@ -248,7 +246,7 @@ class InFlight:
                     continue
                 done.append(running.answer())
             except Exception as error:
-                done.append(failed(running.index, error, running.waited_s))
+                done.append(running.failed(error))
             self._free(slot)
         yield from self._evict()
         yield from done
@@ -276,16 +274,13 @@ class InFlight:
         return chosen, logits
 
     def _evict(self) -> Iterator[Answer]:
-        is_over = False
-        while not is_over and self._running:
+        while self._running:
             try:
-                self._cache.evict()
-                is_over = True
+                return self._cache.evict()
             except torch.OutOfMemoryError:
                 if self._limits.on_oom == "raise":
                     raise
-            if not is_over:
-                yield from self._shrink()
+            yield from self._shrink()
 
     def _free(self, slot: int) -> None:
         self._cache.free(slot)
@@ -301,7 +296,7 @@ class InFlight:
             f"one slot takes {size / 2**30:.3g} GB for this request, with room for max_new_tokens="
             f"{running.choice.room}, which is more than kv_gb={self._limits.kv_gb:.3g}"
         )
-        return failed(running.index, error, running.waited_s)
+        return running.failed(error)
 
     def _shrink(self) -> Iterator[Answer]:
         """Reduce the number of slots; if there is only one, give up its request.
@@ -310,8 +305,7 @@ class InFlight:
         if not self._make_room():
             ((slot, running),) = self._running.items()
             self._free(slot)
-            error = torch.OutOfMemoryError("not enough memory for this request alone")
-            yield failed(running.index, error, running.waited_s)
+            yield running.failed(torch.OutOfMemoryError("not enough memory for this request alone"))
 
     def _make_room(self) -> bool:
         """Halve the slots; return False if there is nothing left to give up.
@@ -334,8 +328,3 @@ class InFlight:
         gc.collect()
         torch.cuda.empty_cache()
         return True
-
-
-def failed(index: int, error: Exception, waited_s: float) -> Answer:
-    """Return the answer of a request that ended with an error."""
-    return Answer(index, torch.tensor([], dtype=torch.long), error, waited_s)

@@ -12,15 +12,6 @@ from ..cache.cache import CompressedCache
 from ..device import on_device
 from ..errors import KVCompressError
 
-WITHOUT_MEDIA = (
-    "input_ids",
-    "inputs_embeds",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "use_cache",
-    "logits_to_keep",
-)
 ONE_SEQUENCE = ("num_beams", "num_return_sequences", "num_beam_groups")
 
 
@@ -76,6 +67,8 @@ class TokenChoice:
     """Chooses one request's tokens and decides when it ends, with transformers' own processors and criteria.
 
     Attributes:
+        config: the generation config that `generate` made of its options.
+        tokens_in: number of the prompt's tokens.
         room: the most tokens that can be generated.
         is_greedy: whether each token is the most likely one, whatever came before.
     """
@@ -94,6 +87,7 @@ class TokenChoice:
                 raise KVCompressError(
                     f"{name}={getattr(config, name)}: a request in flight is one sequence, so it must be 1"
                 )
+        self.config, self.tokens_in = config, input_ids.shape[1]
         self._ids, self._processors, self._samples = input_ids, processors, config.do_sample
         # Lengths and end tokens are checked on the host, so that each step waits for the device only once.
         self._ends, self._criteria, longest = set(), StoppingCriteriaList(), None
@@ -104,7 +98,7 @@ class TokenChoice:
                 self._ends |= set(each.eos_token_id.flatten().tolist())
             else:
                 self._criteria.append(each)
-        self.room = (config.max_length if longest is None else longest) - input_ids.shape[1]
+        self.room = (config.max_length if longest is None else longest) - self.tokens_in
         self.tokens: list[int] = []
         self.is_greedy = not self._samples and not processors
         self._on_tokens, seed = request.on_tokens, request.seed
@@ -129,35 +123,16 @@ class TokenChoice:
         return bool(self._criteria and self._criteria(self._ids, None).any()) or is_over
 
 
-@dataclass
-class Prompt:
-    """A prompt that is ready for the model.
-
-    Attributes:
-        inputs: inputs of its forward pass.
-        choice: how its tokens are chosen.
-        config: the generation config that `generate` made of its options.
-        tokens_in: number of its tokens.
-    """
-
-    inputs: dict[str, Any]
-    choice: TokenChoice
-    config: GenerationConfig
-    tokens_in: int
-
-    def leave_media(self) -> None:
-        """Drop images and the like: later passes use the embeddings of the first, so no image is encoded again."""
-        self.inputs = {name: value for name, value in self.inputs.items() if name in WITHOUT_MEDIA}
-
-
-def prepare(model: PreTrainedModel, request: Request, options: Mapping[str, Any], cache: CompressedCache) -> Prompt:
-    """Prepare a prompt for its first forward pass, as `generate` does.
+def prepare(
+    model: PreTrainedModel, request: Request, options: Mapping[str, Any], cache: CompressedCache
+) -> tuple[dict[str, Any], TokenChoice]:
+    """Return the inputs of a prompt's first forward pass, as `generate` prepares them, and how tokens are chosen.
 
     Args:
         options: options of `generate` for all requests.
         cache: an empty cache for the prompt.
     """
-    found: list[Prompt] = []
+    found: list[tuple[dict[str, Any], TokenChoice]] = []
 
     def first_step(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         choice = TokenChoice(input_ids, logits_processor, stopping_criteria, generation_config, request)
@@ -171,7 +146,7 @@ def prepare(model: PreTrainedModel, request: Request, options: Mapping[str, Any]
         if choice.room < 1:
             raise KVCompressError(f"there is no room for a new token: max_new_tokens={choice.room}")
         inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
-        found.append(Prompt(inputs, choice, generation_config, input_ids.shape[1]))
+        found.append((inputs, choice))
         return input_ids
 
     device = model.device

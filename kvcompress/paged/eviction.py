@@ -23,8 +23,7 @@ from ..policy.policy import Policy
 from ..scoring.layer_view import Kept
 from ..scoring.rotary import Rotary
 from .attention import OwnEntries
-from .pages import CompressedPagedCache, CompressedPages
-from .request import LayerState, PagedRequest
+from .pages import CompressedPagedCache, CompressedPages, LayerState, PagedRequest
 
 
 @dataclass

@@ -144,6 +144,8 @@ class Server:
             return update
         if job.is_cancelled:
             raise HTTPException(499, "the request was cancelled")
+        if update is None and job.error is not None:
+            raise HTTPException(500, one_line(job.error))
         if update is None:
             raise HTTPException(503, one_line(self.worker.error or "the server is ending"))
         if update.error is not None:

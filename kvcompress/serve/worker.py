@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
+from ..hooks.session import Session
 from ..inflight import Answer, InFlight, Request
+
+MOST_ERRORS = 3
 
 
 @dataclass(eq=False)
@@ -22,9 +25,10 @@ class Job:
         options: options of `generate`.
         seed: as in `Request`.
         on_tokens: as in `Request`.
-        on_end: called once with the answer; with None if the job was cancelled before it had a slot, or if the worker
-            has ended.
+        on_end: called once with the answer; with None if the job was cancelled before it had a slot, if its run ended
+            with an `error`, or if the worker has ended.
         is_cancelled: whether nobody waits for the answer any more.
+        error: what ended the run that this job was in.
     """
 
     inputs: Mapping[str, torch.Tensor]
@@ -33,6 +37,7 @@ class Job:
     on_tokens: Callable[[list[int]], bool]
     on_end: Callable[[Answer | None], None]
     is_cancelled: bool = False
+    error: Exception | None = None
 
     def heard(self, tokens: list[int]) -> bool:
         """Hand on the tokens so far; return True if the answer ends here."""
@@ -43,6 +48,9 @@ class Job:
 class Worker:
     """Answers jobs in flight. Jobs are given from any thread.
 
+    An error of a run is that of the jobs in it; with the next job another begins. One that has answered nothing since
+    the last `MOST_ERRORS` ends the worker.
+
     Attributes:
         session: creates the compression, which the worker's thread enters.
         settings: arguments of `Session.generate_many` but for the requests.
@@ -52,6 +60,7 @@ class Worker:
     session: Callable[[], AbstractContextManager]
     settings: Mapping[str, Any]
     error: BaseException | None = None
+    _errors: int = 0  # since the last answer
     _waiting: deque[Job] = field(default_factory=deque)
     _taken: dict[int, Job] = field(default_factory=dict)  # by index in the run
     _run: InFlight | None = None
@@ -106,23 +115,40 @@ class Worker:
         return 0 if run is None else run.kv_bytes
 
     def _work(self) -> None:
-        try:
-            with self.session() as session:
-                while self._wait():
-                    self._taken.clear()
-                    self._run = session.generate_many(_Arrivals(self), **self.settings)
-                    for answer in self._run:
-                        self._taken.pop(answer.index).on_end(answer)
-                    self._run = None
-        except BaseException as error:
-            traceback.print_exc()
-            self.error = error
+        while self.error is None and self._wait():
+            try:
+                with self.session() as session:
+                    while self._wait():
+                        self._answer(session)
+            except BaseException as error:
+                traceback.print_exc()
+                self._run, self._errors = None, self._errors + 1
+                if self._errors == MOST_ERRORS or not isinstance(error, Exception):
+                    self.error = error
+                else:
+                    self._fail(error)
         with self._changed:
             self._is_closing = True
             left = [*self._taken.values(), *self._waiting]
             self._taken.clear()
             self._waiting.clear()
         for job in left:
+            job.on_end(None)
+
+    def _answer(self, session: Session) -> None:
+        """Answer the jobs that wait, and those that come meanwhile."""
+        self._run = session.generate_many(_Arrivals(self), **self.settings)
+        for answer in self._run:
+            self._errors = 0
+            self._taken.pop(answer.index).on_end(answer)
+        self._run = None
+
+    def _fail(self, error: Exception) -> None:
+        """End the jobs of a run that is over."""
+        taken = [*self._taken.values()]
+        self._taken.clear()
+        for job in taken:
+            job.error = error
             job.on_end(None)
 
     def _wait(self) -> bool:

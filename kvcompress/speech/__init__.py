@@ -4,8 +4,8 @@
 `streaming` makes sound window by window while the talker speaks. These three are imported when one of the names below
 is used.
 
-`kvcompress speech` is the benchmark: `command` is its command line, `run` runs it, `prompts` holds the prompts, `kinds`
-and `strategies` the caches, `turns` the cold starts and warm rounds, and `report` the table.
+`kvcompress speech` is the benchmark: `command` is its command line, `run` the cold starts and warm rounds, `prompts`
+holds the prompts, `kinds` and `strategies` the caches, and `report` the table.
 """
 
 from importlib import import_module

@@ -10,7 +10,7 @@ appends after two tokens, the end of the text and then padding, is appended afte
 import contextvars
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,13 +56,14 @@ def generate_overlapped(
             reply.stopped.set()
 
 
-class Stopped(StoppingCriteria):
-    """Ends a `generate` when the event is set."""
+class EachToken(StoppingCriteria):
+    """Calls `do` with the ids (1, tokens) after each token of a `generate`, and ends it once `stopped` is set."""
 
-    def __init__(self, stopped: threading.Event):
-        self.stopped = stopped
+    def __init__(self, stopped: threading.Event, do: Callable[[torch.LongTensor], None]):
+        self.stopped, self.do = stopped, do
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
+        self.do(input_ids)
         return torch.full((input_ids.shape[0],), self.stopped.is_set(), dtype=torch.bool, device=input_ids.device)
 
 
@@ -114,12 +115,20 @@ class Reply:
                 self._begun.set()
 
         def begin(stopping_criteria: Any = (), **kwargs: Any) -> Begun:
-            kwargs["stopping_criteria"] = StoppingCriteriaList([*stopping_criteria, _Beginning(self)])
+            columns = kwargs["input_ids"].shape[1]
+
+            def release_talker(sequences: torch.LongTensor) -> None:
+                if sequences.shape[1] == columns + FEWEST_TEXT_TOKENS:
+                    self._two_tokens = sequences
+                    self._begun.set()
+
+            criteria = [*stopping_criteria, EachToken(self.stopped, release_talker)]
+            kwargs["stopping_criteria"] = StoppingCriteriaList(criteria)
             # With the settings of this thread.
             self._writing = pool.submit(contextvars.copy_context().run, lambda: write(**kwargs))
             self._begun.wait()
             if self._two_tokens is None:
-                text = self.sequences().shape[1] - kwargs["input_ids"].shape[1]
+                text = self.sequences().shape[1] - columns
                 raise KVCompressError(f"the text has {text} token: at least {FEWEST_TEXT_TOKENS} can be spoken")
             return Begun(self._two_tokens, tuple(self._first))
 
@@ -141,11 +150,6 @@ class Reply:
         else:
             self._later.put(embeddings + last)
         self._fed += 1
-
-    def begin(self, sequences: torch.LongTensor) -> None:
-        """Note the first two tokens and release the talker."""
-        self._two_tokens = sequences
-        self._begun.set()
 
     # -- the talker
 
@@ -183,17 +187,3 @@ class Reply:
         yield ending[:, :1]
         while True:
             yield ending[:, 1:]
-
-
-class _Beginning(Stopped):
-    """Reports when two tokens exist."""
-
-    def __init__(self, reply: Reply):
-        super().__init__(reply.stopped)
-        self._reply, self._tokens = reply, 0
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
-        self._tokens += 1
-        if self._tokens == FEWEST_TEXT_TOKENS:
-            self._reply.begin(input_ids)
-        return super().__call__(input_ids, scores, **kwargs)

@@ -1,22 +1,22 @@
 """The table of results."""
 
-import statistics
+from statistics import median
 from typing import Any
 
 from ..bench.results import page
 from ..bench.timing import cell, short, summary, table
 from .kinds import STRATEGIES
 
-# Label -> field of a row, and its divisor.
+# Label -> field of a row.
 COLUMNS = {
-    "first text s": ("first_text_s", 1),
-    "text s": ("text_s", 1),
-    "first codec token s": ("first_code_s", 1),
-    "first byte s": ("first_audio_s", 1),
-    "whole waveform s": ("waveform_s", 1),
-    "real-time factor": ("real_time_factor", 1),
+    "first text s": "first_text_s",
+    "text s": "text_s",
+    "first codec token s": "first_code_s",
+    "first byte s": "first_audio_s",
+    "whole waveform s": "waveform_s",
+    "real-time factor": "real_time_factor",
 }
-COUNTS = {
+COUNTS = {  # and its divisor
     "audio s": ("audio_s", 1),
     "underruns": ("underruns", 1),
     "text tokens": ("text_tokens", 1),
@@ -75,12 +75,11 @@ def rows_of(content: dict[str, Any]) -> list[list[str]]:
                 continue
             good = [row for row in mine if "error" not in row]
             label = content["settings"]["labels"][strategy] + ("" if len(good) == len(mine) else " (out of memory)")
-            row = [start, label, str(len(good))]
-            for field, unit in COLUMNS.values():
-                numbers = [one[field] / unit for one in good if one[field] is not None]
-                row.append(cell(summary(numbers)) if numbers else "")
-            for field, unit in COUNTS.values():
-                numbers = [one[field] / unit for one in good if one[field] is not None]
-                row.append(short(statistics.median(numbers)) if numbers else "")
-            rows.append(row)
+            times = [cell(summary(found)) if (found := numbers(good, name)) else "" for name in COLUMNS.values()]
+            counts = [short(median(found)) if (found := numbers(good, *name)) else "" for name in COUNTS.values()]
+            rows.append([start, label, str(len(good)), *times, *counts])
     return rows
+
+
+def numbers(rows: list[dict[str, Any]], field: str, unit: float = 1) -> list[float]:
+    return [row[field] / unit for row in rows if row[field] is not None]

@@ -1,23 +1,37 @@
-"""Run the speech benchmark and write its results."""
+"""Run the speech benchmark: cold starts in new processes, then warm rounds in which the strategies take turns."""
 
 import argparse
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from multiprocessing import active_children, get_context
+from typing import Any
 
 import torch
+from torch._inductor import config as inductor_config
+from transformers import PreTrainedTokenizerBase, Qwen2_5OmniForConditionalGeneration
 
 from ..__main__ import find_command
-from ..bench.results import Results, about
+from ..bench.grid import attempt, garbage_left
+from ..bench.results import Results, about, say
 from ..device import default_device
 from ..errors import KVCompressError, unknown_name
 from ..files import check_output
 from ..policy.conflicts import SPEECH, check_conflicts
 from ..policy.make import make_policy
+from . import answering
 from .answering import FEWEST_TEXT_TOKENS, PARTS
 from .kinds import STRATEGIES
-from .prompts import read_lines
+from .prompts import bundled_prompts, growing_wav, model_inputs, read_lines, read_prompts
 from .report import markdown
-from .strategies import method_of, talker_method
+from .strategies import CacheStrategy, method_of, talker_method
 from .streaming import Window
-from .turns import cold, warm
+
+Inputs = dict[str, torch.Tensor]  # the processor's output for a prompt
+OUT_OF_MEMORY = {"error": "out of memory"}
 
 
 def measure(given: argparse.Namespace, arguments: list[str]) -> int:
@@ -96,3 +110,87 @@ def labels(given: argparse.Namespace) -> dict[str, str]:
             name = names["static" if kind.is_static else "dynamic"]
         found[strategy] = name + (", overlapped" if kind.overlaps else "")
     return found
+
+
+# -- the measurements
+
+
+def cold(results: Results, given: argparse.Namespace) -> None:
+    """Run every strategy's cold starts, each with the next prompt, before this process uses the device's memory."""
+    for place in range(given.cold):
+        for strategy in given.strategies:
+            if results.has("cold", strategy=strategy, prompt=place):
+                continue
+            say(f"cold start {place + 1} of {given.cold}: {strategy}")
+            row = in_a_fresh_process(cold_start, given, strategy, place)
+            results.add("cold", {"strategy": strategy, "prompt": place, "answer": row})
+
+
+def in_a_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to this process, which ends the other
+    context = get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=signal.signal, initargs=ignore) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except KeyboardInterrupt:
+            for process in active_children():
+                process.kill()
+            raise
+
+
+def cold_start(given: argparse.Namespace, strategy: str, place: int) -> dict[str, Any]:
+    """Answer prompt number `place` as the first answer of this process, which must be new."""
+    model, tokenizer, prompts, _ = load(given)
+    inputs = prompts[place % len(prompts)]
+    contender = CacheStrategy(strategy, model, tokenizer, given, inputs["input_ids"].shape[1])
+    with inductor_config.patch(force_disable_caches=True):  # code compiled by an earlier process would not be cold
+        return attempt(partial(contender.answer, inputs)) or OUT_OF_MEMORY
+
+
+def warm(results: Results, given: argparse.Namespace) -> None:
+    """Run an uncounted round to warm up, in which every strategy answers every prompt, and then the repeats.
+
+    The strategies take turns at each prompt, each time starting with another one.
+    """
+    model, tokenizer, prompts, in_words = load(given)
+    results.content["weight_bytes"] = answering.weight_bytes(model)
+    results.content["prompts"] = in_words
+    longest = max(inputs["input_ids"].shape[1] for inputs in prompts)
+    strategies = {name: CacheStrategy(name, model, tokenizer, given, longest) for name in given.strategies}
+    names, turn = list(strategies), 0
+    # Every compiled strategy keeps its own graphs of the same code, and may need one more for another prompt.
+    with torch._dynamo.config.patch(recompile_limit=4 * len(strategies) * len(prompts)):
+        for repeat in range(given.repeats + 1):
+            if repeat and results.has("warm", repeat=repeat):
+                continue
+            say(f"turn {repeat} of {given.repeats}" if repeat else "warming up")
+            answers = []
+            for place, inputs in enumerate(prompts):
+                begin, turn = turn % len(names), turn + 1
+                with garbage_left():
+                    for name in names[begin:] + names[:begin]:
+                        with ExitStack() as stack:
+                            hear, saved = None, {}
+                            if given.save_audio and repeat == given.repeats and model.has_talker:
+                                file = given.save_audio / f"{name}-{place}.wav"
+                                hear = stack.enter_context(growing_wav(file))
+                                saved = {"wav": os.path.relpath(file, given.out.parent)}
+                            row = attempt(partial(strategies[name].answer, inputs, hear)) or OUT_OF_MEMORY
+                        answers.append({"strategy": name, "prompt": place, **saved, **row})
+            if repeat:
+                results.add("warm", {"repeat": repeat, "answers": answers})
+
+
+def load(
+    given: argparse.Namespace,
+) -> tuple[Qwen2_5OmniForConditionalGeneration, PreTrainedTokenizerBase, list[Inputs], list[dict[str, Any]]]:
+    """Return the model, its tokenizer, the inputs of each prompt, and each prompt described for JSON."""
+    torch.set_num_threads(given.threads)
+    model, processor = answering.load(given.model, given.dtype, torch.device(given.device), given.without)
+    rate = processor.feature_extractor.sampling_rate
+    if given.prompts is None:
+        prompts = bundled_prompts(rate, given.without)
+    else:
+        prompts = read_prompts(given.prompts, rate, given.without)
+    inputs = [model_inputs(processor, prompt, model.device) for prompt in prompts]
+    return model, processor.tokenizer, inputs, [prompt.in_words(rate) for prompt in prompts]

@@ -64,17 +64,15 @@ class CacheStrategy:
         model: Qwen2_5OmniForConditionalGeneration,
         tokenizer: PreTrainedTokenizerBase,
         given: argparse.Namespace,
+        longest: int,
     ):
+        """`longest` is the most tokens of a prompt: transformers' static cache has one shape for all."""
         self.model, self.tokenizer, self.given = model, tokenizer, given
         self.kind = STRATEGIES[name]
         self.method = method_of(self.kind, given) if self.kind.compresses else None
         self._static: StaticCache | None = None
-
-    def room_for(self, longest: int) -> "CacheStrategy":
-        """Prepare for prompts of at most `longest` tokens: transformers' static cache has one shape for all."""
         if self.kind.is_static and not self.kind.compresses:
-            self._static = StaticCache(self.model.thinker.config, max_cache_len=longest + self.given.text_tokens)
-        return self
+            self._static = StaticCache(model.thinker.config, max_cache_len=longest + given.text_tokens)
 
     def answer(
         self, inputs: dict[str, torch.Tensor], hear: Callable[[torch.Tensor], object] | None = None
@@ -108,7 +106,6 @@ class CacheStrategy:
             "text": self.tokenizer.decode(answer.text, skip_special_tokens=True),
             "text_tokens": len(answer.text),
             "prompt_tokens": inputs["input_ids"].shape[1],
-            "audio_s": answer.audio_s,
             "real_time_factor": answer.real_time_factor,
             "kv_bytes": _nbytes(cache),
             "talker_kv_bytes": None if talker_cache is None else _nbytes(talker_cache),
@@ -127,7 +124,7 @@ class CacheStrategy:
     def _cache(self) -> Cache:
         config = self.model.thinker.config
         if self.method is not None:
-            return self._compressed(config, self.method, self.given.text_tokens)
+            return self.method.cache(config, self.given.text_tokens + 1)
         if self._static is not None:
             self._static.reset()
             return self._static
@@ -137,11 +134,8 @@ class CacheStrategy:
         config = self.model.talker.config
         method = talker_method(self.given)
         if self.kind.compresses and method is not None:
-            return self._compressed(config, method, self.given.codec_tokens)
+            return method.cache(config, self.given.codec_tokens + 1)
         return DynamicCache(config=config)
-
-    def _compressed(self, config: Any, method: MethodSpec, tokens: int) -> CompressedCache:
-        return CompressedCache(config, method.name, method.ratio, max_new_tokens=tokens + 1, **method.options)
 
 
 def _nbytes(cache: Cache) -> int:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, Qwen2_5OmniForConditionalGeneration, S
 
 from ..errors import KVCompressError
 from ..hooks.replacement import Replacement
-from .overlapped import Stopped, generate_overlapped
+from .overlapped import EachToken, generate_overlapped
 
 STEPS = 10  # token2wav's default time points from noise to spectrogram; between two of them, four evaluations
 EVALUATIONS = 4
@@ -232,12 +232,18 @@ def stream(
     arriving: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     stopped, may_write, whole = threading.Event(), threading.Event(), []
     may_write.set()
-    for part, criterion in (
-        ("thinker", _Waiting(stopped, may_write)),
-        ("talker", _Arriving(stopped, may_write, arriving)),
-    ):
+
+    def wait(ids: torch.LongTensor) -> None:
+        may_write.wait()
+
+    def pass_on(ids: torch.LongTensor) -> None:
+        arriving.put(int(ids[0, -1]))
+        may_write.wait()
+
+    for part, do in (("thinker", wait), ("talker", pass_on)):
         name = f"{part}_stopping_criteria"
-        generate_kwargs[name] = StoppingCriteriaList([*generate_kwargs.get(name, ()), criterion])
+        criteria = [*generate_kwargs.get(name, ()), EachToken(stopped, do)]
+        generate_kwargs[name] = StoppingCriteriaList(criteria)
 
     def answer() -> torch.LongTensor:
         generate = partial(generate_overlapped, model) if overlap else model.generate
@@ -267,30 +273,6 @@ def stream(
         finally:
             stopped.set()
             may_write.set()
-
-
-class _Waiting(Stopped):
-    """Waits after each token until more may be written."""
-
-    def __init__(self, stopped: threading.Event, may_write: threading.Event):
-        super().__init__(stopped)
-        self.may_write = may_write
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
-        self.may_write.wait()
-        return super().__call__(input_ids, scores, **kwargs)
-
-
-class _Arriving(_Waiting):
-    """Passes on each codec token."""
-
-    def __init__(self, stopped: threading.Event, may_write: threading.Event, arriving: queue.SimpleQueue):
-        super().__init__(stopped, may_write)
-        self.arriving = arriving
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
-        self.arriving.put(int(input_ids[0, -1]))
-        return super().__call__(input_ids, scores, **kwargs)
 
 
 @contextmanager

@@ -62,12 +62,12 @@ class Results(TypedDict):
 
 
 class Measurement(TypedDict):
-    ttft_s: Number | None
-    tpot_s: Number | None
+    ttft_s: NotRequired[Number | None]  # these are not of a server's answer
+    tpot_s: NotRequired[Number | None]
     tokens_in: Number
     tokens_out: Number
-    vision_tokens: Number
-    kv_bytes_prompt: Number
+    vision_tokens: NotRequired[Number]
+    kv_bytes_prompt: NotRequired[Number]
     shows: NotRequired[Text]
 
 

@@ -127,11 +127,17 @@ def _content(value: Any) -> Any:
 
 
 def fingerprint(
-    cell: Cell, arguments: "ModelArguments", options: dict, data: dict[str, Any], tasks: dict[str, str]
+    cell: Cell,
+    arguments: "ModelArguments",
+    options: dict,
+    data: dict[str, Any],
+    tasks: dict[str, str],
+    server: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return everything that a cell's numbers depend on. A cell on disk is complete only while this is unchanged.
 
-    `data` and `tasks`: the identity of each task's data, and of each task itself.
+    `data` and `tasks`: the identity of each task's data, and of each task itself. `server`: what the server says of the
+    model that answers there.
     """
     from kvcompress.calibration.files import file_of
     from kvcompress.layer_budgets import list_layer_budgets
@@ -150,6 +156,7 @@ def fingerprint(
         "model_files": files_identity(model) if model.is_dir() else arguments.revision,
         "text_files": {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in _texts(arguments)},
         **({"calibration": hashlib.sha256(known).hexdigest()} if known else {}),
+        **({"server": server} if server is not None else {}),
         "data": data,
         "tasks": tasks,
         "code": own_code(Path(__file__).parents[2]) + "".join(own),

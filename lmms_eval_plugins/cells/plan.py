@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lmms_eval.tasks import TaskManager
 
     from ..model.arguments import ModelArguments
+    from .served import Server
 
 MOST_DRAWS = 1000
 # Switches that change answers or scores.
@@ -44,6 +45,7 @@ class Plan:
         data_root: the folder of datasets: the given one, or `data` if it exists.
         of_groups: methods requested by a group such as `all`; they are left out if they do not support a prompt.
         left_out: methods requested by name that lack a file -> the line that says so.
+        server: what answers, if not a model here.
     """
 
     request: Request
@@ -53,6 +55,7 @@ class Plan:
     data_root: Path | None
     of_groups: frozenset[str] = frozenset()
     left_out: dict[str, str] = field(default_factory=dict)
+    server: "Server | None" = None
 
     @classmethod
     def of(cls, request: Request, leaves_out: bool = False) -> "Plan":
@@ -82,12 +85,20 @@ class Plan:
             leave_out(f"method {method}", reason)
         request = replace(request, methods=list(methods))
         data_root = request.flags.data_root or (DEFAULT_DATA_ROOT if DEFAULT_DATA_ROOT.is_dir() else None)
-        cells = _cells(request, methods, settings, text_settings(arguments, request.flags))
+        cells, server = _cells(request, methods, settings, text_settings(arguments, request.flags)), None
+        if request.flags.server is not None:
+            from .served import SLOTS, server_of
+
+            arguments = arguments.model_copy(update={"slots": arguments.slots or SLOTS})
+            server = server_of(request, arguments, cells)
+            cells = server.named(cells)
         of_groups = frozenset(method for method, by_name in asked.items() if not by_name)
-        return cls(request, arguments, cells, settings, data_root, of_groups, left_out)
+        return cls(request, arguments, cells, settings, data_root, of_groups, left_out, server)
 
     def check_machine(self, processes: int) -> None:
         """Raise EvaluationFailed if this machine lacks a required GPU, or the model and the network to get it."""
+        if self.server is not None:
+            return
         check_device(self.arguments.device, processes)
         if is_offline():
             check_model_is_local(self.arguments)
@@ -143,7 +154,7 @@ class Plan:
                 cell,
                 options,
                 cell.folder(root),
-                fingerprint(cell, self.arguments, options, data, definitions),
+                fingerprint(cell, self.arguments, options, data, definitions, self.server and self.server.about),
                 questions,
                 asked,
                 self,
@@ -230,7 +241,8 @@ def _local_or_hub(model: str) -> str:
 
 
 def _run_settings(arguments: "ModelArguments", flags: argparse.Namespace) -> dict[str, Any]:
-    settings = arguments.model_dump(mode="json", exclude_defaults=True, exclude=HARMLESS)
+    harmless = HARMLESS if flags.server is None else {*HARMLESS, "slots"}  # a server's times are not measured
+    settings = arguments.model_dump(mode="json", exclude_defaults=True, exclude=harmless)
     if flags.seed != DEFAULT_SEEDS:
         settings["seed"] = ",".join(str(seed) for seed in flags.seed)
     if flags.data_root is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvcompress.command_line import Parser, called
 from kvcompress.errors import nearest, shown
-from kvcompress.flag_types import NUMBER, count_or_fraction, folder, label, path, prose, seeds, whole
+from kvcompress.flag_types import NUMBER, address, count_or_fraction, folder, label, path, prose, seeds, whole
 
 from .errors import UsageError
 
@@ -100,6 +100,7 @@ def flag_parser() -> argparse.ArgumentParser:
     add("--seed", type=seeds, default=DEFAULT_SEEDS, help="one, or four: python,numpy,torch,fewshot")
     add("--include_path", type=folder, metavar="DIR", help="folder with more task YAMLs")
     add("--predict_only", "-x", action="store_true", help="write the answers, compute no score")
+    add("--server", type=address, metavar="URL", help="a server that answers, such as `kvcompress serve` or vLLM's")
     add("--device", type=label, help="cuda, cuda:0, mps, cpu (default: a CUDA GPU if there is one)")
     add("--log_samples", action="store_true", help="always on")
     add("--verbosity", default="WARNING", type=str.upper, choices=LEVELS, help="log level of lmms-eval (WARNING)")

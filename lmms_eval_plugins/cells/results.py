@@ -39,7 +39,8 @@ class Cell:
     Attributes:
         ratio: fraction of the prompt's KV entries kept, in (0, 1]; None if a budget is given.
         budget: KV entries kept per layer and head; None if a ratio is given.
-        options: the method's options that differ from their defaults.
+        options: the method's options that differ from their defaults; and `server`, what kind of server answered, if
+            one did.
         settings: settings of the run (limit, dtype, ...) that differ from their defaults.
     """
 

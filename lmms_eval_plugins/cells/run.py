@@ -47,7 +47,7 @@ PACKAGES = ("kvcompress", "torch", "transformers", "lmms-eval", "datasets", "acc
 
 
 def evaluate_cells(
-    lm: "KVCompressLM", jobs: list[Job], failures: TaskFailures, finished: Callable[[Job], None] = lambda job: None
+    lm: "Answerer", jobs: list[Job], failures: TaskFailures, finished: Callable[[Job], None] = lambda job: None
 ) -> None:
     """Evaluate cells one by one and show the progress. If one fails, the other cells of its task are skipped.
     `finished` is called after each cell, on every rank."""
@@ -64,15 +64,17 @@ def evaluate_cells(
                 finished(job)
 
 
-def measured_line(lm: "KVCompressLM", job: Job, cells: int) -> str:
+def measured_line(lm: "Answerer", job: Job, cells: int) -> str:
     """Describe in one line what the next cells measure, and on what machine."""
-    found = {key: value for key, value in environment(lm).items() if key not in ("versions", "python", "config")}
+    found = {
+        key: value for key, value in environment(lm).items() if key not in ("versions", "python", "config", "server")
+    }
     facts = {**job.cell.settings, **found, "batch_size": lm.batch_size}
     listed = " ".join(f"{key}={value}" for key, value in facts.items())
     return f"measuring {job.cell.task} with {job.cell.model}: {cells} cells of {job.questions} questions; {listed}"
 
 
-def evaluate_cell(lm: "KVCompressLM", job: Job) -> None:
+def evaluate_cell(lm: "Answerer", job: Job) -> None:
     """Run lmms-eval for one cell and write its folder (rank 0; all ranks call this)."""
     from ..model.answer_store import AnswerStore
     from ..model.fewshot import FewShot
@@ -310,9 +312,13 @@ def protocol(job: Job) -> dict[str, Any]:
     }
 
 
-def environment(lm: "KVCompressLM", has_lm_eval: bool = False) -> dict[str, Any]:
+def environment(lm: "Answerer", has_lm_eval: bool = False) -> dict[str, Any]:
     """Describe the model, software and hardware of a run; `has_lm_eval`: include lm-eval's version."""
     import torch
+
+    if (told := getattr(lm, "told", None)) is not None:  # of a server
+        here = {name: importlib.metadata.version(name) for name in ("kvcompress", "lmms-eval", "datasets", "openai")}
+        return {"versions": here, "python": platform.python_version(), "processes": 1, **told}
 
     from kvcompress.calibration.files import ModelIdentity
 

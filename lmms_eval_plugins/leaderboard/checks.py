@@ -61,6 +61,9 @@ def _of_cell(folder: Path, content: Content) -> Iterator[str]:
     if missing := [name for name in PARTS if not results.get(name)]:
         yield f"{RESULTS_FILE} has no {', '.join(missing)}: an older version wrote it; run the cell again"
         return
+    if "server" in results["environment"]:
+        yield "a server answered: what it kept was not measured"
+        return
     for check in CHECKS:
         try:
             yield from check(folder, results, samples)

@@ -50,6 +50,7 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     For each of QUANTITIES: mean, median, p10 and p90 over the rows that have it (an answer of one token has no time
     per token, one without images no time of the vision tower), left out where none has. For the realised ratio: mean,
     least and most over rows (of each row's mean over layers), and the mean per layer. `samples` is the number of rows.
+    Rows of a server have neither bytes, ratios nor seconds.
     `answers_per_s` and `tokens_per_s` (of answers) are over the seconds of answering, left out where a prefix cache
     spared some; `reused_share` is the share of all prompts' tokens that it spared. `peak_kv_bytes` is the largest.
     """
@@ -59,7 +60,7 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         if values:
             p10, median, p90 = np.percentile(values, [10, 50, 90]).tolist()
             summary[name] = {"mean": float(np.mean(values)), "median": median, "p10": p10, "p90": p90}
-    if rows:
+    if rows and "realised_ratio" in rows[0]:
         if any(row.get("reused_tokens") is not None for row in rows):
             reused = sum(row.get("reused_tokens") or 0 for row in rows)
             summary["reused_share"] = reused / sum(row["tokens_in"] for row in rows)
@@ -76,8 +77,8 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def throughput(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Answers and tokens per second of all processes together, where no prefill was spared, and the most KV bytes that
-    one of them held; empty for no rows."""
-    if not rows:
+    one of them held; empty for no rows, and for those of a server."""
+    if not rows or "share_s" not in rows[0]:
         return {}
     peak = {"peak_kv_bytes": max(row["peak_kv_bytes"] for row in rows)}
     if any(row.get("reused_tokens") for row in rows):

@@ -309,7 +309,7 @@ def _series(group: pd.DataFrame, name: str) -> pd.DataFrame:
 def seconds(sample: dict[str, Any]) -> float:
     """Return the seconds of a question's answer, or of all its answers together; NaN if a part was not timed."""
     measured = sample.get("measurements", [sample["measurement"]])
-    if any(row["ttft_s"] is None or (row["tpot_s"] is None and row["tokens_out"] > 1) for row in measured):
+    if any(row.get("ttft_s") is None or (row["tpot_s"] is None and row["tokens_out"] > 1) for row in measured):
         return math.nan
     return sum(row["ttft_s"] + (row["tpot_s"] or 0) * (row["tokens_out"] - 1) for row in measured)
 

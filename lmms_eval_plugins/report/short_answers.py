@@ -29,7 +29,8 @@ def too_short(cell: dict[str, Any]) -> bool:
     # The last chunk of a prompt, which gives the first token, attends to the entries kept from earlier chunks.
     in_chunks = (options.get("prefill_chunk") or float("inf")) < median("tokens_in")
     is_packed = options.get("cache_implementation") in ("quantized", "think")
-    compresses = is_packed or efficiency["realised_ratio"]["mean"] < 1
+    kept = efficiency.get("realised_ratio", {"mean": protocol.get("ratio") or 0})["mean"]  # a server's is not measured
+    compresses = is_packed or kept < 1
     return compresses and not is_token_method and not in_chunks
 
 

@@ -7,19 +7,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import cost_model
-from kvcompress.bench.cost import (
-    ASSUMED,
-    EAGER_KERNELS,
-    H100,
-    H200,
-    Device,
-    Shape,
-    Way,
-    device_of,
-    launches_bind,
-    limit,
-    step,
-)
+from benchmarks.gpu.cost_model import H100, H200, Shape, Way, limit, step
+from kvcompress.bench.cost import ASSUMED, EAGER_KERNELS, Device, device_of, launches_bind
 from kvcompress.bench.pretended.device import PretendedCuda
 from kvcompress.bench.shapes import SHAPES
 

@@ -1,6 +1,7 @@
 """Tokens and logits of the same requests alone, through `generate`, and in flight."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -22,6 +23,40 @@ def with_end(inputs, tokens, seed=1):
     is_text = is_text.flip(1).cumprod(1).flip(1).bool()
     ids[:, -tokens:] = torch.where(is_text, drawn, end)
     return {**inputs, "input_ids": ids}
+
+
+def tokens_alone(
+    model: torch.nn.Module,
+    inputs: dict,
+    method: str = "snapkv",
+    ratio: float | None = 0.3,
+    session_options: dict | None = None,
+    **options: object,
+) -> list[int]:
+    """The tokens that `generate` gives a request by itself; `options` are those of `generate`."""
+    with kvcompress.compress(model, method, ratio, **(session_options or {}), **calibration_of(method, model)):
+        return model.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+class OutOfMemory:
+    """Raises in some calls as if memory ran out: `failing(function)` counts its calls.
+
+    Attributes:
+        calls: calls so far.
+    """
+
+    def __init__(self, *at: int):
+        """`at` are the calls that fail, counted from 1."""
+        self.at, self.calls = at, 0
+
+    def failing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls in self.at:
+                raise torch.OutOfMemoryError("no more")
+            return function(*args, **kwargs)
+
+        return call
 
 
 class Recorder(LogitsProcessor):

@@ -2,6 +2,7 @@
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -14,6 +15,8 @@ from transformers import (
     Qwen2VLVideoProcessor,
     WhisperFeatureExtractor,
 )
+
+from kvcompress.speech import answering
 
 SPECIALS = [
     "<pad>", "<|AUDIO|>", "<|IMAGE|>", "<|VIDEO|>", "<|audio_bos|>", "<|audio_eos|>", "<|vision_bos|>",
@@ -37,6 +40,7 @@ MEDIA_IDS = {
     "vision_end_token_id": 7,
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+PARTS = ("thinker", "talker")
 CODE_S = 480 / 24_000  # a codec token is two frames of 240 samples
 # transformers 5.14 never speaks the last codec token.
 UNHEARD = int("talker_input_ids.shape[1] : -1]" in inspect.getsource(Qwen2_5OmniForConditionalGeneration.generate))
@@ -183,3 +187,14 @@ def randomize_sound(token2wav: torch.nn.Module) -> None:
         if weight.ndim >= 2:
             scale = 1.0 if "dit" in name else 0.7
             weight.normal_(std=scale * weight[0].numel() ** -0.5, generator=generator)
+
+
+def lengths(text: int, codes: int) -> dict[str, int]:
+    """Arguments of `generate` for exactly as many tokens of text and of speech."""
+    of = dict(zip(PARTS, (text, codes), strict=True))
+    return {f"{part}_{name}": of[part] for part in PARTS for name in ("max_new_tokens", "min_new_tokens")}
+
+
+def to_generate(inputs: dict[str, torch.Tensor], text: int, codes: int) -> dict[str, Any]:
+    """What `generate` is given for a prompt and an answer of these lengths."""
+    return {**answering._for_thinker_only(inputs), "talker_eos_token_id": [65, 67], **lengths(text, codes)}

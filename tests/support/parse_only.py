@@ -99,7 +99,9 @@ def _check_module(module: str, *arguments: str, config: pytest.Config) -> None:
         if words[:1] == ["list"]:
             assert words[1] in ("tasks", "methods", "models")
         else:
-            Plan.of(parse(words))
+            request = parse(words)
+            request.flags.server = None  # nothing is there
+            Plan.of(request)
     elif module == "pytest":
         flags, unknown = config._parser.parse_known_and_unknown_args(words)
         assert not unknown, unknown

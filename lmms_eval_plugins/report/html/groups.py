@@ -138,7 +138,7 @@ def samples_frame(cells: list[dict[str, Any]], frame: pd.DataFrame) -> pd.DataFr
                     "score": score,
                     "cluster": cluster_of(cell, sample, found),
                     **{
-                        name: measured[name]
+                        name: measured.get(name)
                         for name in ("tokens_in", "tokens_out", "vision_tokens", "ttft_s", "tpot_s", "kv_bytes_prompt")
                     },
                 }

@@ -20,7 +20,7 @@ import kvcompress
 from kvcompress.__main__ import main
 from kvcompress.bench import comparison, contenders, grid, report, standalone, timing
 from kvcompress.bench.contenders import KVPress, KVPressProcess, MethodSpec, Ours, Transformers, Turn, Workload
-from kvcompress.bench.models import SHAPES, source, weight_bytes_read
+from kvcompress.bench.shapes import SHAPES, source
 from kvcompress.bench.timing import summary
 from kvcompress.policy.make import make_policy
 from tests.support.clock import synchronised_reads
@@ -51,11 +51,6 @@ def test_summary_is_median_and_quartiles():
     assert summary([7.0]) == {"median": 7, "q1": 7, "q3": 7, "repeats": 1}
 
 
-def test_scoring_share_compares_turn_by_turn():
-    """A machine that is twice as slow in the second turn changes nothing."""
-    assert report.scoring_share([103.0, 206.0], [3.0, 6.0])["median"] == pytest.approx(0.03)
-
-
 def test_growth_is_the_exponent_of_the_length():
     def row(length: int) -> dict:
         median = {name: {"median": length**power} for name, power in (("prompt_ms", 2), ("decode_ms", 0))}
@@ -70,7 +65,7 @@ def test_growth_is_the_exponent_of_the_length():
 
 def test_scoring_is_timed_where_it_happens_and_only_in_the_prompt(monkeypatch):
     monkeypatch.setitem(standalone.CLOCKS, "wall", itertools.count().__next__)
-    cache = Ours(MODEL, MethodSpec("snapkv", 0.2)).cache(steps=3)
+    cache = MethodSpec("snapkv", 0.2).cache(MODEL.config, room=4)
     timer = contenders.ScoringTimer(cache, MODEL.device, "wall")
     with kvcompress.attach(MODEL):
         MODEL(standalone.prompt_ids(MODEL, 1, 32), past_key_values=cache)
@@ -81,19 +76,35 @@ def test_scoring_is_timed_where_it_happens_and_only_in_the_prompt(monkeypatch):
     assert timer.milliseconds() == spans
 
 
-def test_speedup_is_theirs_over_ours():
-    assert report.speedup([10.0, 20.0], [13.0, 26.0])["median"] == pytest.approx(1.3)
+def measured(prompt_ms: float, step_ms: float, scoring_ms: float | None = None, turns: int = 2) -> dict:
+    """Turns on a machine that gets slower: it needs these times in the first turn, twice as long in the second."""
+    fixed = {"kv_bytes": 4_000_000, "peak_bytes": None}
+    scoring = [None if scoring_ms is None else turn * scoring_ms for turn in range(1, turns + 1)]
+    return {
+        "turns": [
+            {"prompt_ms": turn * prompt_ms, "step_ms": [turn * step_ms], "scoring_ms": part, **fixed}
+            for turn, part in enumerate(scoring, 1)
+        ]
+    }
 
 
-def test_bandwidth_fraction_is_one_at_the_limit():
-    """600 MB at 10 GB/s take 60 ms."""
-    assert report.bandwidth_fraction(540_000_000, 60_000_000, 10e9, 60) == pytest.approx(1)
-    assert report.bandwidth_fraction(540_000_000, 60_000_000, 10e9, 90) == pytest.approx(1 / 1.5)
+def test_a_row_compares_turn_by_turn_and_with_the_limits_of_memory():
+    ways = {"transformers DynamicCache": measured(200, 26), "kvpress snapkv": measured(90, 13)}
+    cell = {"length": 64, "batch": 2, "copy_bytes_per_s": 10e9, "ways": {"snapkv": measured(103, 10, 3), **ways}}
+    content = {"cells": [cell], "largest": [], "weight_bytes_read": 56_000_000, "weight_bytes": 60_000_000}
+    row, *peers = report.rows_of(content, memory_limit=100_000_000)
+    assert row["scoring_share"]["median"] == pytest.approx(3 / 100)
+    assert row["prompt_speedup_dynamic"]["median"] == pytest.approx(200 / 103)
+    assert row["speedup_dynamic"]["median"] == pytest.approx(2.6)
+    assert row["speedup_kvpress"]["median"] == pytest.approx(1.3)
+    assert [peer["speedup_dynamic"] for peer in peers] == [None, None]
+    assert row["bandwidth_fraction"] == pytest.approx(0.006 / 0.015)  # 60 MB at 10 GB/s; a step takes 10 or 20 ms
+    assert row["largest_batch"] == 20  # beside one copy of the weights, 2 MB each
+    assert report.rows_of(content, memory_limit=50_000_000)[0]["largest_batch"] == 0
 
 
 def test_a_single_turn_makes_a_row_whose_scoring_is_a_percentage():
-    turn = {"prompt_ms": 250.0, "step_ms": [10.0], "kv_bytes": 4_000_000, "peak_bytes": None, "scoring_ms": 50.0}
-    cell = {"length": 64, "batch": 1, "copy_bytes_per_s": 10e9, "ways": {"full": {"turns": [turn]}}}
+    cell = {"length": 64, "batch": 1, "copy_bytes_per_s": 10e9, "ways": {"full": measured(250, 10, 50, turns=1)}}
     (row,) = report.rows_of({"cells": [cell], "largest": [], "weight_bytes_read": 36_000_000})
     shown = dict(zip(report.HEADER, report.cells_of(row, spread=False), strict=True))
     assert (shown["prefill ms"], shown["scoring %"], shown["of the limit"]) == ("250", "25", "0.40")
@@ -102,11 +113,6 @@ def test_a_single_turn_makes_a_row_whose_scoring_is_a_percentage():
 
 def test_a_table_is_markdown():
     assert timing.table(["a", "b"], [[1, 2]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
-
-
-def test_rows_within_a_limit_share_one_copy_of_the_weights():
-    assert report.rows_within(limit_bytes=1000, weight_bytes=400, kv_bytes=200, batch=2) == 6
-    assert report.rows_within(limit_bytes=1000, weight_bytes=1400, kv_bytes=200, batch=2) == 0
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 31, 32, 100])
@@ -118,9 +124,9 @@ def test_largest_batch_is_found(limit):
 
 def test_weights_read_leave_out_an_input_table_of_its_own():
     tied = sum(weight.numel() * 4 for weight in MODEL.parameters())
-    assert weight_bytes_read(MODEL) == tied
+    assert comparison.weight_bytes_read(MODEL) == tied
     untied = standalone.load({"config": SHAPES["tiny"] | {"tie_word_embeddings": False}}, "float32", MODEL.device)
-    assert weight_bytes_read(untied) == tied
+    assert comparison.weight_bytes_read(untied) == tied
     assert sum(weight.numel() * 4 for weight in untied.parameters()) == tied + 512 * 64 * 4
 
 
@@ -159,11 +165,8 @@ def test_the_greedy_loop_gives_the_tokens_of_generate():
 def test_only_the_last_token_of_a_prompt_gets_logits():
     """Those of a whole prompt take more memory than its cache."""
     seen = []
-    hook = MODEL.lm_head.register_forward_hook(lambda _, args, output: seen.append(output.shape[1]))
-    try:
+    with MODEL.lm_head.register_forward_hook(lambda _, args, output: seen.append(output.shape[1])):
         standalone.read_prompt(MODEL, DynamicCache(config=MODEL.config), standalone.prompt_ids(MODEL, 2, 40), "wall")
-    finally:
-        hook.remove()
     assert seen == [1]
 
 
@@ -175,20 +178,15 @@ def test_times_are_split_into_prompt_and_steps(monkeypatch):
     def tick(_, args, output):
         now[0] += 0.05 if args[0].shape[1] > 1 else 0.02
 
-    hook = MODEL.register_forward_hook(tick)
-    try:
+    with MODEL.register_forward_hook(tick):
         turn = Transformers(MODEL, "DynamicCache").turn(Workload(16, 1, 3, "wall"))
-    finally:
-        hook.remove()
     assert turn.prompt_ms == pytest.approx(50)
     assert turn.step_ms == pytest.approx([20, 20, 20])
 
 
 def test_bytes_are_those_that_the_caches_hold():
-    workload, entry = (
-        Workload(100, 2, 4, "wall"),
-        2 * 2 * 2 * 16 * 4,
-    )  # layers x KV heads x (key and value) x head_dim x fp32
+    workload = Workload(100, 2, 4, "wall")
+    entry = 2 * 2 * 2 * 16 * 4  # layers x KV heads x (key and value) x head_dim x fp32
     assert Transformers(MODEL, "DynamicCache").turn(workload).kv_bytes == 2 * 104 * entry
     assert Transformers(MODEL, "StaticCache").turn(workload).kv_bytes == 2 * 104 * entry
     ours = Ours(MODEL, MethodSpec.parse("snapkv", 0.1)).turn(workload).kv_bytes
@@ -215,13 +213,15 @@ def test_contenders_take_turns_and_each_begins_once():
     assert [turn["prompt_ms"] for turn in taken["a"]["turns"]] == [6, 8, 10]  # the warm-up is not counted
 
 
-def test_a_contender_that_runs_out_of_memory_leaves_the_others_in_the_race():
-    log = []
+def test_a_contender_that_runs_out_of_memory_leaves_the_others_in_the_race(monkeypatch):
+    log, released = [], []
+    monkeypatch.setattr(grid, "release", lambda: released.append(log[-1]))
     taking_part = {"a": Scripted("a", log), "b": Scripted("b", log, fails_at=2)}
     taken = grid.measure_cell(taking_part, Workload(8, 1, 1, "wall"), 2)
     assert taken["b"] == {"error": "out of memory"}
     assert len(taken["a"]["turns"]) == 2
     assert log.count("b") == 2
+    assert released == ["b"]
 
 
 STATIC_SNAPKV = MethodSpec.parse("snapkv:cache_implementation=static", 0.2)
@@ -242,11 +242,9 @@ def test_one_prompt_is_read_once_and_its_cache_repeated(contender):
     hook = MODEL.model.register_forward_hook(
         lambda _, args, kwargs, output: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    try:
+    with hook:
         turn = contender.turn(Workload(50, 5, 2, "wall", one_prompt=True))
         contender.turn(Workload(50, 5, 2, "wall"))
-    finally:
-        hook.remove()
     assert shapes == [(1, 50), (5, 1), (5, 1), (5, 50), (5, 1), (5, 1)], "unless it is asked for, every row is read"
     assert turn.kv_bytes == pytest.approx(
         5 * contender.turn(Workload(50, 1, 2, "wall")).kv_bytes, rel=0.03
@@ -417,9 +415,20 @@ def test_when_the_time_is_over_no_further_cell_is_begun(tmp_path, monkeypatch, c
         (["--shape", "tiny", "--ratios", "1.5"], "1.5"),
         (["--shape", "tiny", "--peers", "vllm"], "there is no peer 'vllm'; valid: dynamic, static"),
         (["--shape", "tiny", "--device", "cpu", "--largest-batch"], "--largest-batch tries until memory runs out"),
+        (["throughput", "--shape", "tiny", "--answers", "9", "3"], "--answers 9 3: the least is more than the most"),
+        (["throughput", "--shape", "tiny", "--methods", "snapk"], "no method 'snapk'"),
+        (["throughput", "--shape", "tiny", "--peers", "vllm"], "invalid choice"),
+        (["throughput", "--shape", "tiny", "--device", "cpu", "--kv-gb", "auto"], "a CPU give a number"),
+        (["throughput", "--shape", "tiny", "--kv-gb", "0"], "--kv-gb"),
+        (["throughput", "--shape", "tiny", "--requests", "0"], "--requests"),
+        (["throughput", "--shape", "huge"], "no shape 'huge'"),
+        (["launches", "--shape", "tony"], "'tiny'"),
+        (["launches", "--shape", "tiny", "--methods", "q-filters"], "calibration"),
+        (["launches"], "--shape"),
     ],
 )
-def test_a_wrong_argument_is_one_line_that_names_it(arguments, message, capsys, tmp_path):
+def test_a_wrong_argument_is_one_line_that_names_it(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # which `launches` sets
     assert main(["bench", *arguments, "--out", str(tmp_path / "bench")]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -455,7 +464,7 @@ def test_what_an_earlier_turn_left_does_not_count_against_a_batch(monkeypatch):
     log = []
     monkeypatch.setattr(grid, "release", lambda: log.append("release"))
     monkeypatch.setattr(grid, "attempt", lambda *given: log.append("attempt"))
-    assert not grid.decodes(None, None)
+    assert not grid.decodes(Scripted("a", []), None)
     assert log == ["release", "attempt"]
 
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import pytest
 from torch.autograd import DeviceType
 
-from kvcompress.__main__ import main
 from kvcompress.bench.launches import add_events
 from kvcompress.bench.pretended.counts import Counts
 from tests.support.docs import ROOT
@@ -82,12 +81,6 @@ EVERY_TIME = ("snapkv", "adakv", f"adakv{OFFLOADED}", f"snapkv{TURBOQUANT}", f"s
 CACHES = [pytest.param(cache, marks=() if cache in EVERY_TIME else pytest.mark.slow) for cache in BUDGETS]
 
 
-@pytest.fixture(autouse=True)
-def triton_as_before(monkeypatch):
-    """Restore `TRITON_INTERPRET`, which the command sets, after each test."""
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-
-
 @pytest.fixture(scope="module")
 def counted(request, tmp_path_factory) -> tuple[dict[str, dict], dict[str, list[int]]]:
     """By cache, the counts of the command; and the waits of a step in flight. EVERY_TIME's, unless slow tests run."""
@@ -141,20 +134,3 @@ def test_what_the_profiler_finds_is_counted_in_the_same_columns():
     calls = ["cudaLaunchKernel", "cudaStreamSynchronize", "cudaDeviceSynchronize"]  # the last is the profiler's own
     add_events(counts, [*kernels, *(event(name, DeviceType.CPU) for name in calls)])
     assert (counts.kernels, counts.waits) == (2, 1)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--shape", "tony"], "'tiny'"),
-        (["--shape", "tiny", "--methods", "q-filters"], "calibration"),
-        (["--shape", "tiny", "--methods", "snapkw"], "'snapkv'"),
-        ([], "--shape"),
-    ],
-)
-def test_what_is_wrong_is_one_line(given, said, capsys):
-    assert main(["bench", "launches", *given]) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("error: ")
-    assert "\n" not in error
-    assert said in error

@@ -1,11 +1,15 @@
 """`python -m kvcompress bench throughput`: everyone answers the same requests, in the memory that was given."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 
 from kvcompress.__main__ import main
-from kvcompress.bench.throughput import workload
+from kvcompress.bench.contenders import MethodSpec
+from kvcompress.bench.throughput import Asked, Continuous, entry_bytes, workload
+from kvcompress.errors import KVCompressError
+from tests.support.families import FAMILIES
 
 QUICK = ["--shape", "tiny", "--requests", "5", "--prompt", "20", "--answers", "3", "12", "--kv-gb", "0.00005"]
 ENTRY = 2 * 2 * 2 * 16 * 4  # bytes of a token: keys and values, layers, KV heads, channels, fp32
@@ -69,20 +73,31 @@ def test_transformers_continuous_batching_takes_part(tmp_path):
     assert content["served"][0]["tokens"] == content["served"][1]["tokens"]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (["--answers", "9", "3"], "--answers 9 3: the least is more than the most"),
-        (["--methods", "snapk"], "no method 'snapk'"),
-        (["--methods", "fastv"], "drops vision tokens"),
-        (["--peers", "vllm"], "invalid choice"),
-        (["--kv-gb", "auto"], "a CPU give a number"),
-        (["--kv-gb", "0"], "--kv-gb"),
-        (["--requests", "0"], "--requests"),
-        (["--shape", "huge"], "no shape 'huge'"),
-    ],
-)
-def test_what_is_wrong_is_one_line_before_anything_is_loaded(tmp_path, capsys, wrong, said):
-    assert main(["bench", "throughput", *QUICK, "--out", str(tmp_path / "throughput"), *wrong]) == 2
-    assert said in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+# Methods inside transformers' continuous batching, at equal memory for keys and values
+
+PAGES = "transformers.generation.continuous_batching.cache_allocators"
+KNOWN_PAGES = pytest.mark.skipif(find_spec(PAGES) is None, reason="transformers has another continuous batching")
+REQUESTS = [Asked(list(range(8 + i, 28 + i)), new) for i, new in enumerate((30, 3, 30, 11, 30))]
+
+
+@KNOWN_PAGES
+def test_a_method_serves_the_same_requests_in_fewer_steps():
+    model, steps = FAMILIES["qwen2"].build(2), []
+    kv_bytes = 7 * Continuous.PAGE * entry_bytes(model)
+    taken = {}
+    for contender in (Continuous(model), Continuous(model, MethodSpec.parse("keydiff:decode_interval=4", 1.0), 12)):
+        steps.clear()
+        with model.register_forward_hook(lambda *_: steps.append(1)):
+            served = contender.serve(REQUESTS, kv_bytes, "wall", 60.0)
+        assert (served.answers, served.tokens) == (5, 104)
+        assert served.kv_bytes == kv_bytes
+        taken[contender.name] = len(steps)
+    assert taken["keydiff:decode_interval=4, in transformers continuous batching"] < taken[Continuous.name]
+
+
+@KNOWN_PAGES
+def test_a_request_that_cannot_be_answered_is_said():
+    model = FAMILIES["qwen2"].build(2)
+    contender = Continuous(model, MethodSpec.parse("keydiff", 1.0), 100)
+    with pytest.raises(KVCompressError, match="continuous batching: No requests can be scheduled"):
+        contender.serve([Asked([8] * 40, 100)], 2 * Continuous.PAGE * entry_bytes(model), "wall", 60.0)

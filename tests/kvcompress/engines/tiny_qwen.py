@@ -11,9 +11,10 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.video_utils import VideoMetadata
 
+from kvcompress.engines.blocks import BlockEvictor
 from tests.support.characters import CHAT_TEMPLATE, QWEN_SPECIALS, character_tokenizer
 from tests.support.families import IMAGE, PAD, VIDEO, VISION_END, VISION_START, VOCAB_SIZE, randomize
 
@@ -77,6 +78,18 @@ def prompts(count: int = 20) -> list[dict[str, Any]]:
     return made
 
 
+def long_prompts(count: int = 20) -> list[dict[str, Any]]:
+    """Return prompts of 150 to 400 tokens, every other with a picture."""
+    made = []
+    for seed in range(count):
+        draw = np.random.default_rng(seed)
+        text = "".join(draw.choice(list("abcdxyz ?"), 150 + 37 * (seed % 7)))
+        shown = "<|vision_start|><|image_pad|><|vision_end|>" if seed % 2 else ""
+        media = {"multi_modal_data": {"image": [Image.fromarray(_noise(draw, 124, 140))]}} if seed % 2 else {}
+        made.append({"prompt": f"[user] {text[:60]}{shown}{text[60:]}[assistant] ", **media})
+    return made
+
+
 def short_video() -> dict[str, Any]:
     """Return a prompt with a video of one temporal patch, of which `evs` cannot keep half."""
     text = "[user] <|vision_start|><|video_pad|><|vision_end|>What?[assistant] "
@@ -102,7 +115,7 @@ def _video(draw: np.random.Generator, frames: int) -> tuple[np.ndarray, dict[str
 
 def inputs_of(processor: Any, prompt: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the model's inputs for one of `prompts`."""
-    media = dict(prompt["multi_modal_data"])
+    media = dict(prompt.get("multi_modal_data", {}))
     arguments: dict[str, Any] = {"images": media.pop("image")} if "image" in media else {}
     if "video" in media:
         videos = media.pop("video")
@@ -116,6 +129,30 @@ def answer_of(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[i
     """Return the tokens of a greedy answer."""
     tokens = model.generate(**inputs, max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False)
     return tokens[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@torch.no_grad()
+def answer_in_blocks(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], size: int, asked: dict[str, Any]
+) -> tuple[list[int], int]:
+    """Return the tokens of a greedy answer without the prompt's blocks that leave after it, and how many leave.
+
+    `asked`: arguments of `BlockEvictor.of`; empty: none leave."""
+    length, cache = inputs["input_ids"].shape[1], DynamicCache(config=model.config.get_text_config())
+    model.model.rope_deltas = None
+    output = model(**inputs, past_key_values=cache)
+    states = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+    leave = BlockEvictor.of(**asked).evicted(states, size) if asked else []
+    stays = [column for column in range(length) if column // size not in leave]
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:, :, stays], layer.values[:, :, stays]
+    further = 0 if model.model.rope_deltas is None else int(model.model.rope_deltas)
+    tokens = [int(output.logits[0, -1].argmax())]
+    while len(tokens) < ANSWER:
+        position = torch.full((3, 1, 1), length + len(tokens) - 1 + further)
+        output = model(input_ids=torch.tensor([tokens[-1:]]), past_key_values=cache, position_ids=position)
+        tokens.append(int(output.logits[0, -1].argmax()))
+    return tokens, len(leave)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Requests in flight: each gets the tokens that it gets alone, whatever the others are."""
 
 import itertools
+import pkgutil
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
 
 import kvcompress
 from kvcompress import KVCompressError, Request
-from kvcompress.inflight.layer import SlotLayer
+from kvcompress.inflight import under_way
 from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES, MORE_FAMILIES
-from tests.support.in_flight import check_in_flight, with_end
+from tests.support.in_flight import OutOfMemory, check_in_flight, tokens_alone, with_end
 from tests.support.strategies import LEARNED, METHODS, SOME_METHODS, cases
 
 NEW = (4, 6, 1, 5, 2)
@@ -128,14 +129,9 @@ def answers_of(model, requests, slots=2, method="snapkv", ratio=0.3, session_opt
         return sorted(session.generate_many(requests, slots=slots, **options), key=lambda answer: answer.index)
 
 
-def alone(model, inputs, method="snapkv", ratio=0.3, **options) -> list[int]:
-    with kvcompress.compress(model, method, ratio, **calibration_of(method, model)):
-        return model.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :].tolist()
-
-
 def test_an_answer_ends_with_its_end_token_and_its_slot_is_taken_at_once():
     model, requests = requests_of("qwen2")
-    full = [alone(model, inputs, max_new_tokens=12, do_sample=False) for inputs in requests]
+    full = [tokens_alone(model, inputs, max_new_tokens=12, do_sample=False) for inputs in requests]
     ends = full[0][3]
     with kvcompress.compress(model, "snapkv", 0.3) as session:
         run = session.generate_many(requests, slots=2, max_new_tokens=12, do_sample=False, eos_token_id=ends)
@@ -170,7 +166,7 @@ def test_sampling_with_a_seed_draws_what_generate_draws_alone():
     expected = []
     for seed, inputs in enumerate(requests):
         torch.manual_seed(seed)
-        expected.append(alone(model, inputs, **how))
+        expected.append(tokens_alone(model, inputs, **how))
     found = answers_of(model, [Request(inputs, seed=seed) for seed, inputs in enumerate(requests)], **how)
     assert [answer.tokens.tolist() for answer in found] == expected
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
@@ -184,12 +180,12 @@ def test_processors_and_stop_strings_are_transformers_own():
     model, requests = requests_of("qwen2")
     words = {**{f"w{i} ": i for i in range(127)}, "abcdef": 127}  # transformers looks how it joins words by that one
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0 ")))
-    free = alone(model, requests[0], max_new_tokens=10, do_sample=False)
+    free = tokens_alone(model, requests[0], max_new_tokens=10, do_sample=False)
     how = {"do_sample": False, "max_new_tokens": 10, "repetition_penalty": 1.7, "no_repeat_ngram_size": 2}
-    expected = [alone(model, inputs, **how) for inputs in requests]
+    expected = [tokens_alone(model, inputs, **how) for inputs in requests]
     assert [answer.tokens.tolist() for answer in answers_of(model, requests, **how)] == expected
     stop = {"stop_strings": [f"w{free[4]} "], "tokenizer": tokenizer, "max_new_tokens": 10, "do_sample": False}
-    expected = [alone(model, inputs, **stop) for inputs in requests]
+    expected = [tokens_alone(model, inputs, **stop) for inputs in requests]
     assert len(expected[0]) == free.index(free[4]) + 1
     found = answers_of(model, requests, **stop)
     assert [(answer.error, answer.tokens.tolist()) for answer in found] == [(None, tokens) for tokens in expected]
@@ -210,7 +206,7 @@ class Fails(LogitsProcessor):
 
 def test_a_bad_request_ends_with_its_own_error_and_disturbs_no_other():
     model, requests = requests_of("qwen2")
-    expected = [alone(model, inputs, max_new_tokens=8, do_sample=False) for inputs in requests]
+    expected = [tokens_alone(model, inputs, max_new_tokens=8, do_sample=False) for inputs in requests]
     ids = requests[0]["input_ids"]
     bad = [
         {"input_ids": torch.cat([ids, ids]), "attention_mask": torch.ones(2, ids.shape[1])},
@@ -263,7 +259,7 @@ def test_kv_gb_says_how_many_slots_there_are_and_holds(method):
     assert [answer.error for answer in answers] == [None] * 7
     assert most <= limit * 1.01  # starts and lengths of the slots are not counted
     assert slots[0] > slots[-1] > 1  # the longer prompt needs larger ones
-    expected = [alone(model, inputs, method, 0.5, max_new_tokens=20, do_sample=False) for inputs in requests]
+    expected = [tokens_alone(model, inputs, method, 0.5, max_new_tokens=20, do_sample=False) for inputs in requests]
     assert {answer.index: answer.tokens.tolist() for answer in answers} == dict(enumerate(expected))
 
 
@@ -278,58 +274,38 @@ def test_a_request_that_kv_gb_cannot_hold_says_so_and_the_others_are_answered(le
 @pytest.mark.parametrize("where", ["prefill", "step", "eviction"])
 def test_where_memory_does_not_suffice_the_slots_are_halved_and_no_token_changes(monkeypatch, where):
     model, requests = requests_of("qwen2", lengths=[40, 23, 61, 35, 50, 30])
-    evicting = {"method": "snapkv", "ratio": 0.3, **EVICTING}
-    expected = []
-    for inputs in requests:
-        with kvcompress.compress(model, **evicting):
-            out = model.generate(**inputs, max_new_tokens=10, do_sample=False)
-        expected.append(out[0, inputs["input_ids"].shape[1] :].tolist())
-    left = [7]
-
-    def failing(original):
-        def call(*args, **kwargs):
-            left[0] -= 1
-            if left[0] == 0:
-                raise torch.OutOfMemoryError("no more")
-            return original(*args, **kwargs)
-
-        return call
-
-    target = {"prefill": "fill", "step": "update", "eviction": "_evict"}[where]
-    if where == "prefill":
-        left[0] = 3
-        monkeypatch.setattr("kvcompress.inflight.under_way.prepare", failing(kvcompress.inflight.under_way.prepare))
-    else:
-        monkeypatch.setattr(SlotLayer, target, failing(getattr(SlotLayer, target)))
-    with kvcompress.compress(model, **evicting) as session:
+    greedy = {"session_options": EVICTING, "max_new_tokens": 10, "do_sample": False}
+    expected = [tokens_alone(model, inputs, **greedy) for inputs in requests]
+    first, target = {
+        "prefill": (3, "kvcompress.inflight.under_way.prepare"),
+        "step": (7, "kvcompress.inflight.layer.SlotLayer.update"),
+        "eviction": (7, "kvcompress.inflight.layer.SlotLayer._evict"),
+    }[where]
+    memory = OutOfMemory(first)
+    monkeypatch.setattr(target, memory.failing(pkgutil.resolve_name(target)))
+    with kvcompress.compress(model, "snapkv", 0.3, **EVICTING) as session:
         run = session.generate_many(requests, slots=4, max_new_tokens=10, do_sample=False)
-        found = {answer.index: answer for answer in run}
-    assert left[0] <= 0
-    assert run.slots == {"prefill": 2, "step": 2, "eviction": 2}[where]
-    assert [found[i].tokens.tolist() for i in range(6)] == expected
-    left[0] = 3
-    with kvcompress.compress(model, **evicting) as session, pytest.raises(torch.OutOfMemoryError):
-        list(session.generate_many(requests, slots=4, max_new_tokens=10, do_sample=False, on_oom="raise"))
+        found = {answer.index: answer.tokens.tolist() for answer in run}
+    assert memory.calls >= first
+    assert run.slots == 2
+    assert found == dict(enumerate(expected))
+    memory.at = (memory.calls + 3,)
+    with pytest.raises(torch.OutOfMemoryError):
+        answers_of(model, requests, 4, **greedy, on_oom="raise")
 
 
 def test_a_request_alone_that_memory_does_not_hold_ends_with_that_error(monkeypatch):
     model, requests = requests_of("qwen2")
-    original = kvcompress.inflight.under_way.prepare
+    original = under_way.prepare
 
     def prepare(model, request, *args):
         if request.inputs["input_ids"].shape[1] > 55:
             raise torch.OutOfMemoryError("no more")
         return original(model, request, *args)
 
-    monkeypatch.setattr("kvcompress.inflight.under_way.prepare", prepare)
+    monkeypatch.setattr(under_way, "prepare", prepare)
     found = answers_of(model, requests, slots=4, max_new_tokens=6, do_sample=False)
-    assert [type(answer.error) for answer in found] == [
-        type(None),
-        type(None),
-        torch.OutOfMemoryError,
-        type(None),
-        type(None),
-    ]
+    assert [type(answer.error) for answer in found if answer.error] == [torch.OutOfMemoryError]
     assert [len(answer.tokens) for answer in found] == [6, 6, 0, 6, 6]
 
 
@@ -405,18 +381,9 @@ def test_a_wrong_argument_is_one_line_before_anything_runs():
         session.generate_many(requests, slots=2)
 
 
-def test_a_session_that_was_left_answers_no_more():
-    model, requests = requests_of("qwen2")
-    with kvcompress.compress(model, "snapkv", 0.3) as session:
-        run = session.generate_many(requests, slots=2, max_new_tokens=4, do_sample=False)
-        next(run)
-    with pytest.raises(KVCompressError, match="was left while requests were in flight"):
-        list(run)
-
-
 def test_the_sessions_cache_stays_that_of_the_latest_prompt_and_generate_goes_on_working():
     model, requests = requests_of("qwen2")
-    expected = alone(model, requests[0], max_new_tokens=5, do_sample=False)
+    expected = tokens_alone(model, requests[0], max_new_tokens=5, do_sample=False)
     with kvcompress.compress(model, "snapkv", 0.3) as session:
         list(session.generate_many(requests, slots=2, max_new_tokens=4, do_sample=False))
         again = model.generate(**requests[0], max_new_tokens=5, do_sample=False)

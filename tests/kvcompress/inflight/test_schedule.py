@@ -13,11 +13,12 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import kvcompress
 from kvcompress import KVCompressError, PrefixCache, Request
 from kvcompress.cache.cache import say_once
+from kvcompress.hooks.session import Session
 from kvcompress.inflight.cache import SlotCache
 from kvcompress.inflight.layer import SlotLayer
 from tests.support.examples import examples
 from tests.support.families import FAMILIES, MORE_FAMILIES
-from tests.support.in_flight import with_end
+from tests.support.in_flight import OutOfMemory, tokens_alone, with_end
 
 QWEN2, QWEN2_VL, ONEVISION = (FAMILIES[name] for name in ("qwen2", "qwen2-vl", "llava-onevision"))
 
@@ -39,11 +40,8 @@ class Passes:
             is_step = isinstance(kwargs["past_key_values"], SlotCache)
             self.events.append("step" if is_step else output.last_hidden_state.shape[1])
 
-        handle = decoder.register_forward_hook(note, with_kwargs=True)
-        try:
+        with decoder.register_forward_hook(note, with_kwargs=True):
             yield self
-        finally:
-            handle.remove()
 
     def requests(self, prompts, new):
         return [
@@ -78,10 +76,8 @@ def run(model, asked, slots=2, method="snapkv", ratio=0.3, prefixes=None, option
         return sorted(session.generate_many(asked, slots, do_sample=False, **more), key=lambda answer: answer.index)
 
 
-def alone(model, inputs, new, method="snapkv", ratio=0.3, **options):
-    with kvcompress.compress(model, method, ratio, **options):
-        output = model.generate(**inputs, max_new_tokens=new, do_sample=False)
-    return output[0, inputs["input_ids"].shape[1] :].tolist()
+def alone(model, inputs, new, method="snapkv", **options):
+    return tokens_alone(model, inputs, method, 0.3, options, max_new_tokens=new, do_sample=False)
 
 
 @given(
@@ -119,12 +115,11 @@ def test_a_prompt_in_pieces_passes_once_and_so_do_its_images(family):
     model = made.build()
     inputs, seen = made.inputs(model, [61], [1]), []
     tower = next(module for name, module in model.named_modules() if name.endswith(("visual", "vision_tower")))
-    handle = tower.register_forward_hook(lambda *_: seen.append(1))
-    expected = alone(model, inputs, 4)
-    encoded = len(seen)
-    with passes.of(model):
+    with tower.register_forward_hook(lambda *_: seen.append(1)), passes.of(model):
+        expected = alone(model, inputs, 4)
+        encoded = len(seen)
+        passes.events.clear()
         (answer,) = run(model, passes.requests([inputs], [4]), prefill_tokens=20)
-    handle.remove()
     assert answer.tokens.tolist() == expected
     assert (passes.prompts, len(seen)) == ([20, 20, 20, 1], 2 * encoded)
 
@@ -205,9 +200,8 @@ def test_a_request_that_fails_between_two_pieces_ends_alone(monkeypatch):
             calls += 1
             raise RuntimeError("in the middle")
 
-    handle = model.model.layers[1].register_forward_pre_hook(fail, with_kwargs=True)
-    answers = run(model, prompts, prefill_tokens=20, max_new_tokens=6)
-    handle.remove()
+    with model.model.layers[1].register_forward_pre_hook(fail, with_kwargs=True):
+        answers = run(model, prompts, prefill_tokens=20, max_new_tokens=6)
     assert str(answers[1].error) == "in the middle"
     assert [answers[i].tokens.tolist() for i in (0, 2, 3)] == [expected[i] for i in (0, 2, 3)]
 
@@ -217,28 +211,14 @@ def test_where_memory_ends_while_a_prompt_is_read_it_begins_anew(where, monkeypa
     model = QWEN2.build()
     prompts = [QWEN2.inputs(model, [50], seed=seed) for seed in range(5)]
     expected = [alone(model, prompt, 6) for prompt in prompts]
-    left = 8
-
-    def failing(original):
-        def call(*args, **kwargs):
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise torch.OutOfMemoryError("no more")
-            return original(*args, **kwargs)
-
-        return call
-
-    if where == "step":  # the third of the first request: two pieces of the second are read
-        monkeypatch.setattr(SlotLayer, "update", failing(SlotLayer.update))
-    else:
-        read = kvcompress.hooks.session.Session._read
-        left = 5
-        monkeypatch.setattr(kvcompress.hooks.session.Session, "_read", failing(read))
+    # The third step of the first request, when two pieces of the second are read.
+    first, owner, name = {"step": (8, SlotLayer, "update"), "piece": (5, Session, "_read")}[where]
+    memory = OutOfMemory(first)
+    monkeypatch.setattr(owner, name, memory.failing(getattr(owner, name)))
     with kvcompress.compress(model, "snapkv", 0.3) as session:
         flight = session.generate_many(prompts, 4, prefill_tokens=20, max_new_tokens=6, do_sample=False)
         found = {answer.index: answer.tokens.tolist() for answer in flight}
-    assert left < 0
+    assert memory.calls > first
     assert found == dict(enumerate(expected))
     assert flight.slots == 2
 
@@ -283,16 +263,8 @@ def test_a_slot_that_holds_nothing_is_given_up_for_a_prompt_that_needs_the_memor
     model = QWEN2.build()
     prompts = [QWEN2.inputs(model, [50], seed=seed) for seed in range(2)]
     expected = [alone(model, prompt, 6) for prompt in prompts]
-    read, calls = kvcompress.hooks.session.Session._read, 0
-
-    def failing(*args, **kwargs):
-        nonlocal calls
-        calls += 1
-        if 1 < calls <= 1 + failures:
-            raise torch.OutOfMemoryError("no more")
-        return read(*args, **kwargs)
-
-    monkeypatch.setattr(kvcompress.hooks.session.Session, "_read", failing)
+    memory = OutOfMemory(*range(2, 2 + failures))
+    monkeypatch.setattr(Session, "_read", memory.failing(Session._read))
     answers = run(model, prompts, slots=1, max_new_tokens=6)
     assert answers[0].tokens.tolist() == expected[0]
     if failures == 1:

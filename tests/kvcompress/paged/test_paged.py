@@ -33,8 +33,9 @@ from tests.support.strategies import METHODS, OPTIONS
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
 
 GREEDY = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0, max_new_tokens=12)
-
-
+TWICE = copy.deepcopy(GREEDY)
+TWICE.num_return_sequences = 2  # which its constructor refuses without sampling
+EVICTING = {"budget": 9, "decode_budget": 9, "decode_interval": 2}
 EVEN = {"layer_budget": "uniform", "head_budget": "uniform"}
 
 
@@ -196,11 +197,11 @@ def test_long_answers_are_evicted_again_and_again_as_alone(method):
 @pytest.mark.parametrize("implementation", ["eager", "flash_attention_2"])
 def test_other_attention_implementations(implementation, fake_flash_attn):
     model = FAMILIES["qwen2"].build(2)
-    arguments, prompts = {"budget": 9, "decode_budget": 9, "decode_interval": 2}, prompts_of(20, 7)
-    expected = [alone(model, prompt, 12, "tova", **arguments) for prompt in prompts]
+    prompts = prompts_of(20, 7)
+    expected = [alone(model, prompt, 12, "tova", **EVICTING) for prompt in prompts]
     model.set_attn_implementation(implementation)
     try:
-        with paged.compress(model, "tova", **arguments):
+        with paged.compress(model, "tova", **EVICTING):
             assert answers(model, pages_config(8, 9), prompts, [12, 12]) == expected
         assert model.config._attn_implementation == implementation
     finally:
@@ -218,12 +219,9 @@ def test_layers_with_a_sliding_window_keep_their_pages():
 
 def test_the_same_prompt_twice_and_several_answers_to_one():
     model, (prompt,) = FAMILIES["qwen2"].build(2), prompts_of(40)
-    arguments = {"budget": 9, "decode_budget": 9, "decode_interval": 2}
-    expected = alone(model, prompt, 12, "snapkv", **arguments)
-    two = copy.deepcopy(GREEDY)
-    two.num_return_sequences = 2  # which its constructor refuses without sampling
-    with paged.compress(model, "snapkv", **arguments) as session:
-        found = model.generate_batch([prompt, prompt], two, continuous_batching_config=pages_config(8, 40, 32))
+    expected = alone(model, prompt, 12, "snapkv", **EVICTING)
+    with paged.compress(model, "snapkv", **EVICTING) as session:
+        found = model.generate_batch([prompt, prompt], TWICE, continuous_batching_config=pages_config(8, 40, 32))
         assert [answer.generated_tokens for answer in found.values()] == [expected] * 4
         assert session.pages_in_use == 0
 
@@ -241,15 +239,13 @@ def test_requests_that_begin_alike_share_the_prefill_and_get_the_tokens_that_the
     arguments = dict(case.arguments) | calibration_of(case.method, model)
     beginning = prompts_of(shared)[0]
     prompts = [beginning + list(prompt) for prompt in case.prompts] * 2
-    new = case.new * 2
+    new, config = case.new * 2, pages_config(case.page_size, 200, case.batch_tokens)
     expected = [alone(model, prompt, n, case.method, **arguments) for prompt, n in zip(prompts, new, strict=True)]
     with paged.compress(model, case.method, **arguments, prefix_cache=prefixes) as session:
-        assert answers(model, pages_config(case.page_size, 200, case.batch_tokens), prompts, new) == expected
+        assert answers(model, config, prompts, new) == expected
         assert session.pages_in_use == 0
         first = prefixes.reused_tokens
-        assert (
-            answers(model, pages_config(case.page_size, 200, case.batch_tokens), prompts[:1], new[:1]) == expected[:1]
-        )
+        assert answers(model, config, prompts[:1], new[:1]) == expected[:1]
     assert prefixes.prompt_tokens == sum(map(len, prompts)) + len(prompts[0])
     assert prefixes.nbytes <= gb * 2**30
     if gb == 1.0:
@@ -261,12 +257,11 @@ def test_a_request_with_a_known_beginning_reads_only_the_rest(method):
     model, prefixes = FAMILIES["qwen2"].build(2), kvcompress.PrefixCache(gb=1)
     beginning, *questions = prompts_of(60, 5, 7, 6)
     prompts, read = [beginning + question for question in questions], []
-    arguments = {"budget": 9, "decode_budget": 9, "decode_interval": 2}
-    expected = [alone(model, prompt, 6, method, **arguments) for prompt in prompts]
+    expected = [alone(model, prompt, 6, method, **EVICTING) for prompt in prompts]
     handle = model.model.register_forward_pre_hook(
         lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[-1]), with_kwargs=True
     )
-    with paged.compress(model, method, **arguments, prefix_cache=prefixes), handle:
+    with paged.compress(model, method, **EVICTING, prefix_cache=prefixes), handle:
         for prompt, tokens in zip(prompts, expected, strict=True):
             assert answers(model, pages_config(8, 40), [prompt], [6]) == [tokens]
     assert [tokens for tokens in read if tokens > 1] == [64, 7, 6]  # and decoded tokens one by one
@@ -275,13 +270,10 @@ def test_a_request_with_a_known_beginning_reads_only_the_rest(method):
 
 def test_several_answers_to_one_prompt_start_after_its_known_beginning():
     model, (prompt,) = FAMILIES["qwen2"].build(2), prompts_of(40)
-    arguments = {"budget": 9, "decode_budget": 9, "decode_interval": 2}
-    expected, prefixes = alone(model, prompt, 12, "snapkv", **arguments), kvcompress.PrefixCache(gb=1)
-    two = copy.deepcopy(GREEDY)
-    two.num_return_sequences = 2
-    with paged.compress(model, "snapkv", **arguments, prefix_cache=prefixes):
+    expected, prefixes = alone(model, prompt, 12, "snapkv", **EVICTING), kvcompress.PrefixCache(gb=1)
+    with paged.compress(model, "snapkv", **EVICTING, prefix_cache=prefixes):
         for _ in range(2):
-            found = model.generate_batch([prompt], two, continuous_batching_config=pages_config(8, 40, 64))
+            found = model.generate_batch([prompt], TWICE, continuous_batching_config=pages_config(8, 40, 64))
             assert [answer.generated_tokens for answer in found.values()] == [expected] * 2
     assert prefixes.reused_tokens == 38
 
@@ -371,9 +363,8 @@ def test_leaving_restores_the_model_and_stops_its_managers():
 
 def test_a_manager_may_last_as_long_as_the_context():
     model, prompts = FAMILIES["qwen2"].build(2), prompts_of(30)
-    arguments = {"budget": 9, "decode_budget": 9, "decode_interval": 2}
-    expected = alone(model, prompts[0], 12, "snapkv", **arguments)
-    with paged.compress(model, "snapkv", **arguments):
+    expected = alone(model, prompts[0], 12, "snapkv", **EVICTING)
+    with paged.compress(model, "snapkv", **EVICTING):
         for _ in range(2):
             found = model.generate_batch(
                 prompts, GREEDY, continuous_batching_config=pages_config(8, 9), persistent_manager=True
@@ -383,17 +374,10 @@ def test_a_manager_may_last_as_long_as_the_context():
 
 
 REFUSED = {
-    "adaptive": (
-        "adakv",
-        {},
-        "head_budget='adaptive' does not go with continuous batching: all layers",
-    ),
-    "layers": (
-        "pyramidkv",
-        {},
-        "layer_budget='pyramid' does not go with continuous batching: all layers",
-    ),
-    "second reading": ("kvzip", {"layer_budget": "uniform", "head_budget": "uniform"}, "reads the prompt twice"),
+    "full": ("full", {"ratio": None}, "it compresses nothing"),
+    "adaptive": ("adakv", {}, "head_budget='adaptive' does not go with continuous batching: all layers"),
+    "layers": ("pyramidkv", {}, "layer_budget='pyramid' does not go with continuous batching: all layers"),
+    "second reading": ("kvzip", EVEN, "reads the prompt twice"),
     "tokens": ("fastv", {}, "drops vision tokens, but requests are text"),
     "vision": ("snapkv", {"ratio_of": "vision"}, "requests are text"),
     "scope": ("snapkv", {"scope": "context"}, "where its question begins"),
@@ -408,13 +392,8 @@ REFUSED = {
 def test_what_cannot_live_in_pages_is_refused_in_one_line(case):
     method, options, reason = REFUSED[case]
     with pytest.raises(KVCompressError, match=reason) as refusal:
-        paged.compress(FAMILIES["qwen2"].build(2), method, 0.5, **options)
+        paged.compress(FAMILIES["qwen2"].build(2), method, **{"ratio": 0.5, **options})
     assert "\n" not in str(refusal.value)
-
-
-def test_full_is_refused():
-    with pytest.raises(KVCompressError, match="it compresses nothing"):
-        paged.compress(FAMILIES["qwen2"].build(2), "full")
 
 
 @pytest.mark.parametrize(

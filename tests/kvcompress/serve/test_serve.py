@@ -17,6 +17,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 import kvcompress
+from kvcompress.inflight.loop import InFlight
 from kvcompress.serve import app, chat
 from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT
 from lmms_eval_plugins.tiny_vlm.dataset import HEADLINE, read_examples
@@ -351,16 +352,36 @@ def test_what_a_request_cannot_have_is_its_own_error(alone, monkeypatch):
     assert client.get("/health").json() == {"status": "ok"}
 
 
+def test_an_error_of_a_run_is_that_of_its_requests_only(alone, monkeypatch, capsys):
+    server, client = alone
+    tokens, *_ = generated(server, question(0)[1])
+    feed = InFlight._feed
+
+    def fail(self):
+        monkeypatch.setattr(InFlight, "_feed", feed)
+        raise RuntimeError("one kernel\nfailed")
+
+    for _ in range(4):  # more than in a row would end the worker
+        monkeypatch.setattr(InFlight, "_feed", fail)
+        response = client.post(CHAT, json=body())
+        assert (response.status_code, response.json()["error"]["message"]) == (500, "one kernel failed")
+        answer = client.post(CHAT, json=body(question(0)[0], return_token_ids=True)).json()
+        assert answer["choices"][0]["token_ids"] == tokens
+    assert client.get("/health").status_code == 200
+    assert server.worker.running == 0
+    assert "RuntimeError: one kernel" in capsys.readouterr().err
+
+
 def test_a_worker_that_has_ended_is_not_healthy(alone, monkeypatch, capsys):
     _, client = alone
 
     def fail(self):
         raise RuntimeError("the device\nis gone")
 
-    monkeypatch.setattr("kvcompress.inflight.loop.InFlight._feed", fail)
-    for _ in range(2):
+    monkeypatch.setattr(InFlight, "_feed", fail)
+    for status in (500, 500, 503, 503):
         response = client.post(CHAT, json=body())
-        assert (response.status_code, response.json()["error"]["message"]) == (503, "the device is gone")
+        assert (response.status_code, response.json()["error"]["message"]) == (status, "the device is gone")
     health = client.get("/health")
     assert (health.status_code, health.json()) == (503, {"status": "the device is gone"})
     assert "RuntimeError: the device" in capsys.readouterr().err

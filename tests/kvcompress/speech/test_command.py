@@ -21,7 +21,8 @@ from transformers import CompileConfig
 from kvcompress import KVCompressError
 from kvcompress.__main__ import main
 from kvcompress.command_line import interruptible
-from kvcompress.speech import answering, strategies, streaming, turns
+from kvcompress.speech import answering, strategies
+from kvcompress.speech import run as speech_run
 from kvcompress.speech.prompts import bundled_prompts, growing_wav, read_prompts
 from tests.support.omni import CODE_S, UNHEARD
 
@@ -43,11 +44,10 @@ def eager_compile(monkeypatch):
 @pytest.fixture
 def run(omni_checkpoint, omni, tmp_path, monkeypatch):
     """The command on one prompt, whose cold starts are in this process; returns the JSON. A whole model is omni once
-    for all tests, and a stream takes as few steps as it."""
-    monkeypatch.setattr(streaming, "STEPS", 2)
+    for all tests."""
     load = answering.load
     monkeypatch.setattr(answering, "load", lambda *given: load(*given) if given[-1] else omni)
-    monkeypatch.setattr(turns, "in_a_fresh_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(speech_run, "in_a_fresh_process", lambda function, *arguments: function(*arguments))
     (tmp_path / "prompts.jsonl").write_text('{"text": "Hello, who are you?"}\n')
 
     def call(*flags: str, method: str = "snapkv:window_size=4", ratio: str = "0.3") -> dict:
@@ -144,13 +144,13 @@ def test_without_speech_the_table_has_no_empty_columns(run, capsys):
 
 
 def test_a_cold_start_is_the_first_answer_after_loading(run, monkeypatch, capsys):
-    loads, disabled, load, answer = [], [], turns.load, answering.answer
+    loads, disabled, load, answer = [], [], speech_run.load, answering.answer
 
     def answers(*given):
-        disabled.append(turns.inductor_config.force_disable_caches)
+        disabled.append(speech_run.inductor_config.force_disable_caches)
         return answer(*given)
 
-    monkeypatch.setattr(turns, "load", lambda given: loads.append(len(disabled)) or load(given))
+    monkeypatch.setattr(speech_run, "load", lambda given: loads.append(len(disabled)) or load(given))
     monkeypatch.setattr(answering, "answer", answers)
     content = run("--strategies", "dynamic", "compressed", "--cold", "2")
     assert [(taken["strategy"], taken["prompt"]) for taken in content["cold"]] == [
@@ -164,7 +164,9 @@ def test_a_cold_start_is_the_first_answer_after_loading(run, monkeypatch, capsys
 def test_a_run_goes_on_where_it_stopped(run, monkeypatch):
     first = run("--strategies", "dynamic", "--cold", "1")
     asked = []
-    monkeypatch.setattr(turns, "in_a_fresh_process", lambda function, given, *at: asked.append(at) or {"error": "x"})
+    monkeypatch.setattr(
+        speech_run, "in_a_fresh_process", lambda function, given, *at: asked.append(at) or {"error": "x"}
+    )
     second = run("--strategies", "dynamic", "--cold", "2", "--repeats", "2", "--resume")
     assert asked == [("dynamic", 1)]
     assert second["cold"][0] == first["cold"][0]
@@ -243,7 +245,7 @@ def test_a_signal_ends_a_cold_start():
     threading.Timer(2, os.kill, (os.getpid(), signal.SIGTERM)).start()
     begin = time.monotonic()
     with interruptible(), pytest.raises(KeyboardInterrupt):
-        turns.in_a_fresh_process(time.sleep, 60)
+        speech_run.in_a_fresh_process(time.sleep, 60)
     assert time.monotonic() - begin < 30
     assert not multiprocessing.active_children()
 

@@ -5,57 +5,36 @@ import wave
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteriaList
 
 import kvcompress
 from kvcompress import CompressedCache
-from kvcompress.speech import answering, streaming
-from kvcompress.speech.overlapped import generate_overlapped
-from kvcompress.speech.prompts import SpeechPrompt, growing_wav, model_inputs
+from kvcompress.speech import answering
+from kvcompress.speech.overlapped import EachToken, generate_overlapped
+from kvcompress.speech.prompts import growing_wav
 from kvcompress.speech.streaming import Window, stream
-from tests.support.omni import CODE_S, UNHEARD
+from tests.support.omni import CODE_S, PARTS, UNHEARD, to_generate
 
 BUDGET = 40
-PARTS = ("thinker", "talker")
-
-
-class EachToken(StoppingCriteria):
-    """Calls `do` whenever a token is there."""
-
-    def __init__(self, do: Callable[[], object]):
-        self.do = do
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
-        self.do()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 def asked(inputs: dict[str, torch.Tensor], text: int, codes: int) -> dict[str, Any]:
     """What `generate` is given for an answer of these lengths, greedy throughout."""
-    given = {**answering._for_thinker_only(inputs), "talker_eos_token_id": [65, 67]}
-    for part, length in zip(PARTS, (text, codes), strict=True):
-        given |= {f"{part}_{name}": length for name in ("max_new_tokens", "min_new_tokens")}
-        given[f"{part}_do_sample"] = False
-    return given
+    return {**to_generate(inputs, text, codes), **{f"{part}_do_sample": False for part in PARTS}}
 
 
 @contextmanager
 def watched(part: PreTrainedModel, before: Callable[[dict], dict]) -> Iterator[list[torch.Tensor]]:
     """Inside, `before` may change what each forward pass of a part is given; collects the logits of its last token."""
     logits: list[torch.Tensor] = []
-    hooks = [
-        part.register_forward_pre_hook(lambda module, args, kwargs: (args, before(kwargs)), with_kwargs=True),
-        part.register_forward_hook(lambda module, args, output: logits.append(output.logits[0, -1])),
-    ]
-    try:
+    changing = part.register_forward_pre_hook(lambda module, args, kwargs: (args, before(kwargs)), with_kwargs=True)
+    with changing, part.register_forward_hook(lambda module, args, output: logits.append(output.logits[0, -1])):
         yield logits
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -109,23 +88,22 @@ def sampling(held: dict[str, CompressedCache]) -> tuple[dict[str, Any], dict[str
     sizes: dict[str, list[int]] = {part: [] for part in held}
     given: dict[str, Any] = {}
     for part, cache in held.items():
-        note = EachToken(lambda part=part, cache=cache: sizes[part].append(cache.nbytes))
+        note = EachToken(Event(), lambda ids, part=part, cache=cache: sizes[part].append(cache.nbytes))
         given |= {f"{part}_past_key_values": cache, f"{part}_stopping_criteria": StoppingCriteriaList([note])}
     return given, sizes
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_kv_bytes_stay_level_while_both_write(omni, overlap):
-    model, processor = omni
-    inputs = model_inputs(processor, SpeechPrompt("Hello, who are you?"), model.device)
+def test_kv_bytes_stay_level_while_both_write(omni, hello, overlap):
+    model, _ = omni
 
     def run(**options: Any) -> dict[str, list[int]]:
         given, sizes = sampling(caches(model, **options))
         with kvcompress.attach(model.thinker), kvcompress.attach(model.talker):
             if overlap:
-                generate_overlapped(model, **asked(inputs, 45, 90), **given)
+                generate_overlapped(model, **asked(hello, 45, 90), **given)
             else:
-                model.generate(**asked(inputs, 45, 90), **given)
+                model.generate(**asked(hello, 45, 90), **given)
         return sizes
 
     for part, sizes in run(decode_budget=BUDGET).items():
@@ -141,15 +119,13 @@ def live_tensor_bytes() -> int:
 
 
 @pytest.mark.slow
-def test_a_minute_of_speech_holds_no_more_than_ten_seconds(omni, tmp_path: Path, monkeypatch):
+def test_a_minute_of_speech_holds_no_more_than_ten_seconds(omni, hello, tmp_path: Path):
     """Codec tokens, as ids, are all that `generate` adds to: 8 bytes each, 50 of them a second, with their mask."""
-    monkeypatch.setattr(streaming, "STEPS", 2)
-    model, processor = omni
-    inputs = model_inputs(processor, SpeechPrompt("Hello, who are you?"), model.device)
+    model, _ = omni
     given, sizes = sampling(caches(model, decode_budget=BUDGET))
     tensors, heard = {}, 0
     with kvcompress.attach(model.thinker), kvcompress.attach(model.talker), growing_wav(tmp_path / "a.wav") as write:
-        asking = asked(inputs, 600, 3000 + UNHEARD)
+        asking = asked(hello, 600, 3000 + UNHEARD)
         for block in stream(model, "Chelsie", Window(16, 2, 1), overlap=True, **asking, **given):
             write(block)
             heard += len(block)

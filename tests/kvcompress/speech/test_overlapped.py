@@ -16,10 +16,9 @@ from kvcompress import KVCompressError
 from kvcompress.speech import answering, streaming
 from kvcompress.speech.overlapped import Reply, generate_overlapped
 from kvcompress.speech.streaming import Window, stream
-from tests.support.omni import CODE_S, UNHEARD
+from tests.support.omni import CODE_S, PARTS, UNHEARD, lengths
 
 SEED = 5
-PARTS = ("thinker", "talker")
 
 
 class Noting(StoppingCriteria):
@@ -62,10 +61,9 @@ def answered(omni):
     def call(generate, **given) -> Spoken:
         codes, logits = Noting(), []
         given = {"talker_stopping_criteria": StoppingCriteriaList([codes]), **given}
-        hook = model.talker.register_forward_hook(lambda module, args, output: logits.append(output.logits[:, -1]))
         torch.manual_seed(SEED)
-        sequences, waveform = generate(**given)
-        hook.remove()
+        with model.talker.register_forward_hook(lambda module, args, output: logits.append(output.logits[:, -1])):
+            sequences, waveform = generate(**given)
         return Spoken(sequences[0, given["input_ids"].shape[1] :].tolist(), codes.tokens, torch.cat(logits), waveform)
 
     return call
@@ -74,11 +72,6 @@ def answered(omni):
 @pytest.fixture
 def overlapped(omni) -> Callable[..., tuple[torch.LongTensor, torch.Tensor]]:
     return partial(generate_overlapped, omni[0])
-
-
-def lengths(text: int, codes: int) -> dict[str, int]:
-    limits = {"max_new_tokens": (text, codes), "min_new_tokens": (text, codes)}
-    return {f"{part}_{name}": of[place] for name, of in limits.items() for place, part in enumerate(PARTS)}
 
 
 @pytest.mark.parametrize(
@@ -157,8 +150,7 @@ def test_both_caches_are_compressed_as_without_overlap(omni, overlapped, given, 
         assert session.cache.realised_ratios()[0][0] == pytest.approx(0.3, abs=0.01)
 
 
-def test_a_stream_may_overlap(omni, omni_inputs, monkeypatch):
-    monkeypatch.setattr(streaming, "STEPS", 2)
+def test_a_stream_may_overlap(omni, omni_inputs):
     model, _ = omni
     given = {"text_tokens": 12, "codec_tokens": 24, "exact": True, "seed": SEED, "window": Window(2, 1, 1)}
     after, along = (answering.answer(model, omni_inputs, **given, overlap=overlap) for overlap in (False, True))
@@ -170,7 +162,6 @@ def test_a_stream_may_overlap(omni, omni_inputs, monkeypatch):
 
 def test_thinker_and_talker_wait_while_the_first_sound_is_made(omni, omni_inputs, monkeypatch):
     model, _ = omni
-    monkeypatch.setattr(streaming, "STEPS", 2)
     thinker, talker = Noting(), Noting()
     written, make = [], streaming.SoundStream._make_mel
 
@@ -236,8 +227,7 @@ def test_a_thinker_that_fails_at_once_is_raised(omni, given):
         generate_overlapped(omni[0], **given, thinker_no_such_setting=1)
 
 
-def test_a_stream_that_is_closed_ends_the_thinker(omni, omni_inputs, monkeypatch):
-    monkeypatch.setattr(streaming, "STEPS", 2)
+def test_a_stream_that_is_closed_ends_the_thinker(omni, omni_inputs):
     model, _ = omni
     inputs = answering._for_thinker_only(omni_inputs)
     source = stream(model, "Chelsie", Window(2, 0, 0), overlap=True, **inputs, **lengths(100_000, 100_000))

@@ -135,23 +135,17 @@ def test_a_window_that_cannot_be_is_refused(given):
 
 
 @pytest.fixture
-def inputs(omni) -> dict[str, torch.Tensor]:
-    model, processor = omni
-    return model_inputs(processor, SpeechPrompt("Hello, who are you?"), model.device)
-
-
-@pytest.fixture
 def two_steps(monkeypatch):
     monkeypatch.setattr(streaming, "STEPS", 2)  # as many as `omni` takes
 
 
-def test_a_streamed_answer_is_the_answer(omni, inputs, two_steps):
+def test_a_streamed_answer_is_the_answer(omni, hello, two_steps):
     model, _ = omni
     given = {"text_tokens": 4, "codec_tokens": 40, "exact": True, "seed": SEED}
     with GivenNoise(noise_of(model.token2wav, 40 - UNHEARD)):
-        whole = answering.answer(model, inputs, **given)
+        whole = answering.answer(model, hello, **given)
     blocks = []
-    streamed = answering.answer(model, inputs, **given, window=Window(2, 4, 4), hear=blocks.append)
+    streamed = answering.answer(model, hello, **given, window=Window(2, 4, 4), hear=blocks.append)
     assert torch.equal(streamed.text, whole.text)
     assert streamed.waveform is None, "what was heard is not held"
     assert streamed.audio_s == whole.audio_s
@@ -164,20 +158,20 @@ def test_a_streamed_answer_is_the_answer(omni, inputs, two_steps):
     assert streamed.codes == 40
 
 
-def test_the_first_block_is_there_while_the_talker_writes_and_closing_ends_the_answer(omni, inputs, two_steps):
+def test_the_first_block_is_there_while_the_talker_writes_and_closing_ends_the_answer(omni, hello, two_steps):
     model, _ = omni
     before, threads = vars(model.token2wav)["forward"], threading.active_count()
     lengths = {"thinker_max_new_tokens": 4, "talker_max_new_tokens": 100_000}
-    source = stream(model, "Chelsie", Window(2, 0, 0), **inputs, **lengths)
+    source = stream(model, "Chelsie", Window(2, 0, 0), **hello, **lengths)
     assert len(next(source)) > 0
     source.close()
     assert threading.active_count() == threads
     assert vars(model.token2wav)["forward"] is before
 
 
-def test_what_fails_in_an_answer_is_raised(omni, inputs):
+def test_what_fails_in_an_answer_is_raised(omni, hello):
     with pytest.raises(ValueError, match="no_such_setting"):
-        next(stream(omni[0], "Chelsie", **inputs, thinker_no_such_setting=1))
+        next(stream(omni[0], "Chelsie", **hello, thinker_no_such_setting=1))
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,13 @@ def cell(tokens=1, kept=0.2, options=None, prompt=100, **protocol):
     }
 
 
+def of_server(**protocol):
+    """A cell that a server answered: what is kept was not measured."""
+    measured = cell(**protocol)
+    del measured["efficiency"]["realised_ratio"]
+    return measured
+
+
 @pytest.mark.parametrize(
     ("of", "is_short"),
     [
@@ -47,6 +54,8 @@ def cell(tokens=1, kept=0.2, options=None, prompt=100, **protocol):
         (cell(options={"prefill_chunk": 32}), False),  # the last chunk sees what is left of the others
         (cell(options={"prefill_chunk": 100}), True),  # all prompts are one chunk
         (cell(options={"prefill_chunk": None}), True),
+        (of_server(ratio=0.2), True),
+        (of_server(ratio=1.0), False),
         ({"protocol": PROTOCOL, "efficiency": {}}, False),  # nothing was measured
     ],
 )
