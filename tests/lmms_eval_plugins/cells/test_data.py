@@ -82,7 +82,9 @@ def test_questions_of_a_cell_are_counted_as_lmms_eval_does(limit, expected):
     assert data.limited(500, limit) == expected
 
 
-def test_fraction_of_a_group_is_refused(small_index, tmp_path):
+def test_fraction_of_a_task_is_taken_and_of_a_group_refused(small_index, tmp_path):
+    (all_of_it,), (half,) = (Plan.of(parse([*FOUR, *limit])).jobs() for limit in ([], ["--limit", "0.5"]))
+    assert half.questions == -(-all_of_it.questions // 2) > 0
     group = "group: two\ntask:\n  - tiny_textvqa\n  - tiny_textvqa_color\n"
     (tmp_path / "two.yaml").write_text(group)
     argv = ["two", *FOUR[1:], "--include_path", str(tmp_path), "--limit"]
