@@ -1,4 +1,4 @@
-"""One class for each kind of forward pass through a layer. `CompressedLayer.begin` selects the kind.
+"""One class for each kind of forward pass through a layer. `CompressedLayer.begin` selects a prompt's.
 
 - `Prefill`: a first prompt, or a later one on a filled cache. It is attended over, compressed and stored.
 - `resumed.ResumedPrefill`: a first prompt whose prefix is known.

@@ -3,7 +3,7 @@
 It is registered with transformers as `kvcompress_<base>`, once per base implementation used. The state of the keys'
 layer decides between three cases:
 
-- prefill: nothing is stored. Attend to everything with the model's own mask, then compress and store.
+- prefill: nothing is stored yet. Attend to the whole prompt with the model's own mask; then compress and store it.
 - continuation: a second prompt on a filled cache. Attend to the kept entries and, causally, to the new tokens; then
   compress and store the new ones.
 - decode: one token, already appended to the kept entries. Ragged entries are read in place.

@@ -1,4 +1,5 @@
-"""Rules that share out a model's budget over its layers. One file per rule; a new file adds a new `layer_budget=`."""
+"""Rules that share out a model's budget over its layers. A file holds one rule and its variants; each adds a
+`layer_budget=`."""
 
 import importlib
 import pkgutil

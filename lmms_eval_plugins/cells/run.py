@@ -33,7 +33,7 @@ from .plan import Job
 from .processes import TaskFailures, left_out_of_a_group
 from .progress import Grid
 from .results import dumps, incomplete_reason, new_cell, number_of, score_key, write_cell
-from .scoring import JudgeWatch, scorers_watched
+from .scorer_failures import JudgeWatch, scorers_watched
 
 if TYPE_CHECKING:
     from ..model.answerer import Answerer

@@ -48,7 +48,7 @@ class DenseStorage(Storage):
         return torch.arange(begin, rows, capacity, device=self.keys.device)
 
     def _grown(self, new: int) -> int:
-        """The length before; buffers are copied where there is no room."""
+        """Add `new` to the length, and return the length before; buffers without room for them are copied."""
         begin, end = self.length, self.length + new
         if end > self.keys.shape[2]:
             self.keys = roomy(self.keys[:, :, :begin], end + spare(end))

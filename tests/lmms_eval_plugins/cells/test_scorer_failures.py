@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from lmms_eval_plugins.cells.scoring import JudgeWatch, scorers_watched
+from lmms_eval_plugins.cells.scorer_failures import JudgeWatch, scorers_watched
 
 URL = "http://judge/"
 
