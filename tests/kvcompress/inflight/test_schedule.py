@@ -113,15 +113,18 @@ def test_the_first_token_of_a_long_queue_comes_after_one_prompt_and_slots_that_a
 def test_a_prompt_in_pieces_passes_once_and_so_do_its_images(family):
     made, passes = FAMILIES[family], Passes()
     model = made.build()
-    inputs, seen = made.inputs(model, [61], [1]), []
+    inputs, seen, given = made.inputs(model, [61], [1]), [], []
     tower = next(module for name, module in model.named_modules() if name.endswith(("visual", "vision_tower")))
-    with tower.register_forward_hook(lambda *_: seen.append(1)), passes.of(model):
+    with tower.register_forward_hook(lambda *_: seen.append(1)):
         expected = alone(model, inputs, 4)
         encoded = len(seen)
-        passes.events.clear()
-        (answer,) = run(model, passes.requests([inputs], [4]), prefill_tokens=20)
+        note = model.register_forward_pre_hook(lambda _, args, kwargs: given.append({*kwargs}), with_kwargs=True)
+        with note, passes.of(model):
+            (answer,) = run(model, passes.requests([inputs], [4]), prefill_tokens=20)
     assert answer.tokens.tolist() == expected
     assert (passes.prompts, len(seen)) == ([20, 20, 20, 1], 2 * encoded)
+    images = {"pixel_values", "mm_encoder_outputs"}  # transformers 5.23 encodes them before the first pass
+    assert [bool(names & images) for names in given] == [True] + [False] * 6  # pieces and steps
 
 
 def test_pieces_begin_behind_what_a_prefix_cache_knows_and_are_known_to_the_next_prompt():
