@@ -108,6 +108,7 @@ def test_overlapped_answers_stand_beside_the_others_and_say_the_same(run, capsys
     assert rows["compressed-overlap"]["realised_ratio"] == pytest.approx(0.3, abs=0.01)
     out = capsys.readouterr().out
     assert "| warm | snapkv:window_size=4@0.3, overlapped | 1 |" in out
+    assert f"| {rows['dynamic']['kv_bytes'] / 1e6:.3g} |" in out
     assert "In overlapped rows, the talker started with the second text token, otherwise after the last." in out
     run("--strategies", "dynamic")
     assert "The talker started after the last text token." in capsys.readouterr().out
