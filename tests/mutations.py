@@ -775,7 +775,7 @@ MUTATIONS = {
         "torch.cat([computed[part] for computed in self.held], dim=-2)",
         "torch.cat([node.computed[part] for node in self.nodes[1:]], dim=-2)",
         "a prompt loses its known beginning where another one splits it",
-        (CORE + "inflight/test_schedule.py::test_what_is_known_may_be_split_while_a_prompt_is_read",),
+        (CORE + "cache/test_prefix_tree.py::test_a_prefix_that_was_found_stays_whole_when_another_prompt_splits_it",),
     ),
     "pads-of-other-rows": Mutation(
         "cache/storage/dense.py",

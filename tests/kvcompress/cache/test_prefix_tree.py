@@ -60,6 +60,15 @@ def test_it_never_holds_more_than_its_room_and_what_it_holds_is_right(prompts, r
             assert torch.equal(path.computed(part, path.tokens), whole[..., : path.tokens, :])
 
 
+def test_a_prefix_that_was_found_stays_whole_when_another_prompt_splits_it():
+    tree, (ids, computed) = PrefixTree(10**9), columns([0, 1, 2, 1])
+    tree.add("model", ids, computed, 0)
+    path = tree.find("model", ids)
+    tree.add("model", *columns([0, 1, 0]), 0)
+    assert path.tokens == 4
+    assert torch.equal(path.computed(0, 4), computed[0])
+
+
 def test_what_was_used_least_recently_leaves_first():
     tree = PrefixTree(6 * PER_TOKEN)
     for prompt in ([0, 1], [1, 1], [2, 1]):
