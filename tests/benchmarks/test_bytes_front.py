@@ -46,6 +46,7 @@ def test_the_best_of_a_kind_within_so_many_bytes():
     assert best_of(POINTS, "channels", 1600) == POINTS[6]
 
 
+@pytest.mark.slow
 def test_a_run_on_a_small_model_has_every_storage_and_its_bytes(tmp_path):
     pytest.importorskip("hqq", reason="pip install -e .[quantized]")
     family = FAMILIES["qwen2"]

@@ -70,7 +70,8 @@ def test_the_triton_kernels_equal_the_references_in_tritons_interpreter():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
 def test_the_triton_kernels_compile_for_a_gpu(capability):
     """The interpreter lets pass what the compiler refuses, such as a name whose shape changes in a loop."""
     triton = pytest.importorskip("triton")

@@ -13,6 +13,7 @@ from lmms_eval_plugins.leaderboard.rerun import command_of
 
 PASSAGE = "answer the question using a single word or phrase."  # the bundled tokenizer writes in lower case
 QUESTIONS = "6"
+SLOW = ("prefix_cache_gb=1", "prefill_chunk=40")
 
 pytestmark = pytest.mark.usefixtures("one_tiny_model", "plots_not_drawn", "small_index")
 
@@ -22,7 +23,9 @@ def run(tmp_path: Path, *arguments: str) -> int:
     return evaluate.main(["tiny_textvqa", "tiny", "full,random", "0.3", *arguments, *folders])
 
 
-@pytest.mark.parametrize("how", ["batch_size=3", "slots=2", "prefix_cache_gb=1", "prefill_chunk=40"])
+@pytest.mark.parametrize(
+    "how", ["batch_size=3", "slots=2", *(pytest.param(how, marks=pytest.mark.slow) for how in SLOW)]
+)
 def test_every_question_keeps_the_passage_in_all_heads_and_layers(how, tmp_path):
     assert run(tmp_path, f"protect_text={PASSAGE}", "decode_ratio=0.3", "decode_interval=1", how) == 0
     (folder,) = (tmp_path / "tiny_textvqa" / "tiny").glob("random-*")
