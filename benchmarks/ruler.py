@@ -98,7 +98,9 @@ def drawn(checkpoint: Path, name: str, length: int, count: int) -> "list[Instanc
     Raises ImportError if lm-eval is not installed with RULER's extra.
     """
     from lm_eval.tasks import TaskManager
-    from lm_eval.tasks.ruler import common_utils
+
+    # `niah_utils` draws numbers when it is imported, which the first task does: here, before the seed.
+    from lm_eval.tasks.ruler import common_utils, niah_utils  # noqa: F401
 
     state, numpy_state = random.getstate(), np.random.get_state()
     random.seed(0)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .errors import KVCompressError, nearest, shown
+from .errors import KVCompressError, nearest, one_line, shown
 from .version import __version__
 
 # Errors caused by the machine, not by the program.
@@ -144,7 +144,7 @@ def exit_code(command: Callable[[list[str]], int | None], argv: list[str] | None
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             return fail(f"{error.filename or 'a file'} cannot be written or read: {error.strerror}", 1)
         if isinstance(error, MemoryError) or any(words in str(error) for words in MEMORY_ERRORS):
-            return fail(f"not enough memory: {' '.join(str(error).split())[:300]}", 1)
+            return fail(f"not enough memory: {one_line(error, 300)}", 1)
         traceback.print_exc()
         return fail(f"{type(error).__name__}: {error}", 1)
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from ..errors import KVCompressError, shown
+from ..errors import KVCompressError, one_line, shown
 from ..files import parse_json, replacing
 from ..hooks.model import text_decoder
 from ..hooks.model_identity import model_identity
@@ -266,4 +266,4 @@ def _checksum(document: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str
 
 
 def _message(error: Exception) -> str:
-    return getattr(error, "strerror", None) or " ".join(str(error).split())[:200] or type(error).__name__
+    return getattr(error, "strerror", None) or one_line(error, 200) or type(error).__name__

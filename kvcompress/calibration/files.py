@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..errors import KVCompressError, shown, validated
+from ..errors import KVCompressError, one_line, shown, validated
 from ..files import parse_json, replacing
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def load(path: str | Path) -> Calibration:
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, KVCompressError):
             raise KVCompressError(f"{problem} {error}") from None
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        reason = getattr(error, "strerror", None) or one_line(error, 200)
         raise KVCompressError(f"{problem} cannot be read as a safetensors file: {reason}") from None
 
 
@@ -151,7 +151,7 @@ def _load(path: str, mtime_ns: int, size: int) -> Calibration:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             found = Calibration(model=model, tensors=tensors, **given)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise KVCompressError(f"has metadata that cannot be read: {' '.join(str(error).split())[:200]}") from None
+            raise KVCompressError(f"has metadata that cannot be read: {one_line(error, 200)}") from None
     for name, tensor in tensors.items():
         if tensor.dtype != torch.float32:
             raise KVCompressError(f"has a tensor {name!r} of {tensor.dtype}, not of {torch.float32}")

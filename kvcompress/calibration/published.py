@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..errors import KVCompressError, shown
+from ..errors import KVCompressError, one_line, shown
 from ..files import parse_json
 
 
@@ -70,5 +70,5 @@ def pickled_in(path: Path) -> Any:
 
 
 def _unreadable(path: Path, kind: str, error: Exception) -> KVCompressError:
-    reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+    reason = getattr(error, "strerror", None) or one_line(error, 200)
     return KVCompressError(f"{shown(str(path))} cannot be read as a {kind}: {reason}")

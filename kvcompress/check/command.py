@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..command_line import Parser, key_values
-from ..errors import KVCompressError
+from ..errors import KVCompressError, one_line
 from ..flag_types import label, whole
 
 if TYPE_CHECKING:
@@ -100,6 +100,5 @@ def failure(check: Callable[["Checked"], None], checked: "Checked", file: Path |
     except Exception as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
         frame = (frames or traceback.extract_tb(error.__traceback__))[-1]
-        line = " ".join(str(error).split())
-        return f"{type(error).__name__}: {line} ({Path(frame.filename).name}, line {frame.lineno})"
+        return f"{type(error).__name__}: {one_line(error)} ({Path(frame.filename).name}, line {frame.lineno})"
     return ""

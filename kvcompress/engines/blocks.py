@@ -51,22 +51,24 @@ class BlockEvictor:
             )
         return cls(info.name, cluster, ratio)
 
-    def evicted(self, layers: Iterable[tuple[torch.Tensor, torch.Tensor]], size: int) -> list[int]:
+    def evicted(
+        self, layers: Iterable[tuple[torch.Tensor, torch.Tensor]], num_layers: int, tokens: int, size: int
+    ) -> list[int]:
         """Return the blocks that leave, in ascending order.
 
         At least `ratio` of the prompt stays.
 
         Args:
-            layers: keys and values of the prompt, each (kv_heads, tokens, head_dim), of each layer.
+            layers: keys and values of the prompt, each (kv_heads, tokens, head_dim), of each layer; they are taken one
+                by one, because an engine's have to be copied.
             size: tokens of a block.
         """
-        layers, ranks = list(layers), 0.0
-        tokens = layers[0][0].shape[1]
+        ranks: float | torch.Tensor = 0.0
         whole, leave = tokens // size, math.floor((1 - self.ratio) * tokens / size + 1e-9)
         if leave <= 0:
             return []
         for place, (keys, values) in enumerate(layers):
-            view = LayerView(place, len(layers), [tokens], [math.ceil(self.ratio * tokens)], keys.shape[-1] ** -0.5)
+            view = LayerView(place, num_layers, [tokens], [math.ceil(self.ratio * tokens)], keys.shape[-1] ** -0.5)
             scores = self.method.final_scores(self.method.score(None, keys[None], values[None], view), view)
             ranks = ranks + scores[0].argsort(-1).argsort(-1).double().mean(0)
         best = ranks[: whole * size].view(whole, size).amax(-1)
@@ -110,7 +112,7 @@ def _reads_more(method: KVCluster) -> bool:
         method.final_scores(method.score(None, states, states, view), view)
     except _ReadsMore:
         return True
-    except Exception:  # of a calibration for another model, say
+    except KVCompressError:  # a calibration is missing, or of another model
         return False
     return False
 

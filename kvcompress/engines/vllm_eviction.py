@@ -144,7 +144,7 @@ class EvictionConnector(KVConnectorBase_V1):
         self._evicted = {}
         for name, prompt in self._get_connector_metadata().prompts.items():
             layers = (entries(layer, prompt.blocks, prompt.tokens, self._isa) for layer in self._layers)
-            if places := self._evictor.evicted(layers, self._size):
+            if places := self._evictor.evicted(layers, len(self._layers), prompt.tokens, self._size):
                 self._evicted[name] = prompt.restarts, places
 
     def build_connector_worker_meta(self) -> Evicted | None:

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ..errors import KVCompressError
+from ..errors import KVCompressError, one_line
 from ..inflight import Answer
 from .chat import Asked, Prompts
 from .metrics import Metrics, kept_entries
@@ -69,7 +69,7 @@ class Server:
 
     async def health(self, request: Request) -> Response:
         if self.worker.error is not None:
-            return JSONResponse({"status": one_line(self.worker.error)}, 503)
+            return JSONResponse({"status": said(self.worker.error)}, 503)
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
@@ -145,11 +145,11 @@ class Server:
         if job.is_cancelled:
             raise HTTPException(499, "the request was cancelled")
         if update is None and job.error is not None:
-            raise HTTPException(500, one_line(job.error))
+            raise HTTPException(500, said(job.error))
         if update is None:
-            raise HTTPException(503, one_line(self.worker.error or "the server is ending"))
+            raise HTTPException(503, said(self.worker.error or "the server is ending"))
         if update.error is not None:
-            raise HTTPException(400 if isinstance(update.error, KVCompressError) else 500, one_line(update.error))
+            raise HTTPException(400 if isinstance(update.error, KVCompressError) else 500, said(update.error))
         self._metrics.count(update, reply.first_at - reply.started)
         return update
 
@@ -250,13 +250,13 @@ def event(content: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 
-def one_line(error: object) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__
+def said(error: object) -> str:
+    return one_line(error, 500) or type(error).__name__
 
 
 def error_body(error: HTTPException) -> dict[str, Any]:
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return {"error": {"message": one_line(error.detail), "type": kind, "code": error.status_code}}
+    return {"error": {"message": said(error.detail), "type": kind, "code": error.status_code}}
 
 
 async def refused(request: Request, error: HTTPException) -> Response:

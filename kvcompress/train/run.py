@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..calibration.text import read_text
-from ..errors import KVCompressError, shown
+from ..errors import KVCompressError, one_line, shown
 from ..files import parse_json, replacing, write_text
 from ..hooks.model import text_decoder, writing_part
 
@@ -93,7 +93,7 @@ class Run:
         try:
             yield
         except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError, UnpicklingError) as error:
-            message = " ".join(str(error).split())[:200]
+            message = one_line(error, 200)
             raise KVCompressError(
                 f"{shown(str(self.state))} cannot be read: {message}; remove it to start again"
             ) from error

@@ -34,6 +34,7 @@ WITHOUT_EFFECT = (
     "processes.py",
     "progress.py",
     "results.py",
+    "served.py",
     "yaml_files.py",
 )
 
@@ -156,7 +157,7 @@ def fingerprint(
         "model_files": files_identity(model) if model.is_dir() else arguments.revision,
         "text_files": {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in _texts(arguments)},
         **({"calibration": hashlib.sha256(known).hexdigest()} if known else {}),
-        **({"server": server} if server is not None else {}),
+        **({"server": [server, code_identity(Path(__file__).with_name("served.py"))]} if server is not None else {}),
         "data": data,
         "tasks": tasks,
         "code": own_code(Path(__file__).parents[2]) + "".join(own),

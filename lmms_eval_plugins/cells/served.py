@@ -22,7 +22,7 @@ from lmms_eval.api.instance import GenerationResult, Instance
 from tqdm import tqdm
 
 from kvcompress import KVCompressError
-from kvcompress.errors import shown
+from kvcompress.errors import one_line, shown
 from kvcompress.serve.command import API_KEY
 
 from ..model.answerer import Answerer, question
@@ -128,16 +128,17 @@ def client_of(url: str) -> openai.OpenAI:
 def failure(url: str, error: Exception) -> str:
     """Say in one line what a server did not do."""
     if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
-        return f"--server {url} wants a key: set {API_KEY} ({one_line(error)})"
+        return f"--server {url} wants a key: set {API_KEY} ({said(error)})"
     if isinstance(error, openai.APIConnectionError):
-        return f"--server {url} cannot be reached: {one_line(error.__cause__ or error)}"
-    return f"--server {url}: {one_line(error)}"
+        return f"--server {url} cannot be reached: {said(error.__cause__ or error)}"
+    return f"--server {url}: {said(error)}"
 
 
-def one_line(error: BaseException) -> str:
+def said(error: BaseException) -> str:
+    """Return an error in one line, in the server's words if it gave any."""
     body = getattr(error, "body", None)  # of an answer with an error status
     message = body.get("message") if isinstance(body, dict) else None
-    text = " ".join(str(message or error).split())[:300] or type(error).__name__
+    text = one_line(message or error, 300) or type(error).__name__
     return f"status {error.status_code}: {text}" if isinstance(error, openai.APIStatusError) else text
 
 

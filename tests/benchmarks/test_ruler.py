@@ -1,5 +1,7 @@
 """RULER's tables: means over tasks with intervals over each task's questions, paired tests, kept bytes."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -150,3 +152,19 @@ def test_questions_are_lm_evals_and_their_own_answers_are_right(name):
     assert one.right(slice(0, 2), ids) == [1.0, 1.0]
     lengths = one.inputs(slice(0, 2))["attention_mask"].sum(1)
     assert ((lengths > 400) & (lengths <= 1024)).all()
+
+
+@pytest.mark.slow
+def test_a_task_s_questions_do_not_depend_on_what_was_drawn_before():
+    pytest.importorskip("lm_eval.tasks.ruler")
+    draw = (
+        "import sys; from benchmarks.ruler import drawn; from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT;"
+        "print([[one.args[0] for one in drawn(TINY_CHECKPOINT, name, 2048, 2)] for name in sys.argv[1:]][-1])"
+    )
+
+    def questions(*names: str) -> str:
+        """In a process of its own, since modules of lm-eval draw when they are imported."""
+        done = subprocess.run([sys.executable, "-c", draw, *names], check=True, capture_output=True, text=True)
+        return done.stdout.splitlines()[-1]
+
+    assert questions("ruler_cwe") == questions("ruler_fwe", "ruler_cwe")

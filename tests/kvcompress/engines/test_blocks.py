@@ -19,7 +19,7 @@ def states(tokens: int, layers: int = 3) -> list[tuple[torch.Tensor, torch.Tenso
     ("tokens", "ratio", "leave"), [(70, 0.5, 4), (64, 0.5, 4), (70, 0.9, 0), (9, 0.1, 1), (7, 0.1, 0), (80, 0.1, 9)]
 )
 def test_at_least_what_is_asked_stays_and_the_last_part_of_a_block(tokens, ratio, leave):
-    evicted = BlockEvictor.of("knorm", ratio).evicted(states(tokens), 8)
+    evicted = BlockEvictor.of("knorm", ratio).evicted(states(tokens), 3, tokens, 8)
     assert evicted == sorted(set(evicted))
     assert len(evicted) == leave
     assert tokens - 8 * leave >= ratio * tokens
@@ -27,8 +27,8 @@ def test_at_least_what_is_asked_stays_and_the_last_part_of_a_block(tokens, ratio
 
 
 def test_streamingllm_keeps_the_block_of_the_sinks_and_the_last_ones():
-    assert BlockEvictor.of("streamingllm", 0.5).evicted(states(64), 8) == [1, 2, 3, 4]
-    assert BlockEvictor.of("recent", 0.5).evicted(states(64), 8) == [0, 1, 2, 3]
+    assert BlockEvictor.of("streamingllm", 0.5).evicted(states(64), 3, 64, 8) == [1, 2, 3, 4]
+    assert BlockEvictor.of("recent", 0.5).evicted(states(64), 3, 64, 8) == [0, 1, 2, 3]
 
 
 def test_a_block_is_worth_its_best_token_in_the_mean_of_layers_and_heads():
@@ -37,7 +37,7 @@ def test_a_block_is_worth_its_best_token_in_the_mean_of_layers_and_heads():
         keys *= 1 + torch.arange(32)[:, None] / 100  # later keys are longer
         keys[:, 17] = 0.1  # a sink in the third block
         keys[place, 30] = 0.01  # of one head of each layer only
-    assert BlockEvictor.of("knorm", 0.5).evicted(layers, 8) == [1, 3]
+    assert BlockEvictor.of("knorm", 0.5).evicted(layers, 2, 32, 8) == [1, 3]
 
 
 def test_the_methods_that_need_only_keys_and_values_are_carried():

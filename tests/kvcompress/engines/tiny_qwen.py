@@ -142,7 +142,7 @@ def answer_in_blocks(
     model.model.rope_deltas = None
     output = model(**inputs, past_key_values=cache)
     states = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
-    leave = BlockEvictor.of(**asked).evicted(states, size) if asked else []
+    leave = BlockEvictor.of(**asked).evicted(states, len(states), length, size) if asked else []
     stays = [column for column in range(length) if column // size not in leave]
     for layer in cache.layers:
         layer.keys, layer.values = layer.keys[:, :, stays], layer.values[:, :, stays]

@@ -1,5 +1,6 @@
 """A GPU, a model or a network that is not there is named, with what to do."""
 
+import gc
 import http.server
 import os
 import re
@@ -96,3 +97,20 @@ def test_only_the_first_process_speaks(monkeypatch, capsys):
         monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
         machine.say(f"rank {rank}")
     assert capsys.readouterr().out == "rank None\nrank 0\n"
+
+
+def test_what_was_hidden_from_the_garbage_collector_before_stays_hidden():
+    gc.freeze()
+    before = gc.get_freeze_count()
+    with machine.settled():
+        pass
+    assert gc.get_freeze_count() >= before
+
+
+def test_what_an_evaluation_hid_from_the_garbage_collector_is_seen_again(monkeypatch):
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)  # as where nobody else hides anything
+    thawed = []
+    monkeypatch.setattr(gc, "unfreeze", lambda: thawed.append(True))
+    with machine.settled():
+        assert not thawed
+    assert thawed
