@@ -12,7 +12,7 @@ import hashlib
 import json
 import random
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,7 +88,26 @@ def qwen2() -> tuple[Path, torch.nn.Module, PreTrainedTokenizerBase]:
     """Return the folder of the exported checkpoint, the model in bf16 and its tokenizer."""
     folder = export("qwen2", MODEL)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    return folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval(), tokenizer
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pack(model, max(QUESTIONS.values()))
+    return folder, model, tokenizer
+
+
+def pack(model: torch.nn.Module, rows: int) -> None:
+    """Keep a second copy of each linear layer's weight in the layout that oneDNN multiplies `rows` rows with.
+
+    Otherwise it packs all weights anew for each token. Products are the same to the bit; a decode step of 8 or 20 rows
+    takes two thirds of the time. For inference on a CPU.
+    """
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), rows)
+            layer.forward = partial(_packed_linear, packed, layer.bias)
+
+
+def _packed_linear(packed: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
 
 
 def drawn(checkpoint: Path, name: str, length: int, count: int) -> "list[Instance]":

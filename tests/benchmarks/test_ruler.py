@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import kvcompress
 from benchmarks import leaderboard_tables, ruler
@@ -168,3 +169,14 @@ def test_a_task_s_questions_do_not_depend_on_what_was_drawn_before():
         return done.stdout.splitlines()[-1]
 
     assert questions("ruler_cwe") == questions("ruler_fwe", "ruler_cwe")
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+@pytest.mark.parametrize("rows", [1, 8, 20])
+def test_packed_weights_give_the_same_products(rows):
+    layers = torch.nn.Sequential(torch.nn.Linear(96, 64), torch.nn.Linear(64, 160, bias=False)).float()
+    states = torch.randn(rows, 3, 96)
+    expected = layers(states)
+    ruler.pack(layers, 8)
+    with torch.inference_mode():
+        assert torch.allclose(layers(states), expected, atol=1e-6)
