@@ -25,6 +25,7 @@ from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
 from ..scoring.vision import vision_token_ids
 from . import saved
+from .contents import states_of
 from .hiding import Hiding
 from .layer import CompressedLayer
 from .new_tokens import NewTokens, check_past
@@ -51,15 +52,6 @@ def check_room(policy: Policy, max_new_tokens: object) -> None:
     is_count = isinstance(max_new_tokens, numbers.Integral) and not isinstance(max_new_tokens, bool)
     if not is_count or max_new_tokens < 0:
         raise KVCompressError(f"max_new_tokens={max_new_tokens!r} is not an integer of at least 0, a number of tokens")
-
-
-def _states(layer: object) -> list[torch.Tensor]:
-    """Return the tensors of a cache layer of transformers' own, of any kind."""
-    states = []
-    for name in ("keys", "values", "conv_states", "recurrent_states"):
-        state = getattr(layer, name, None)
-        states += state.values() if isinstance(state, dict) else [state]
-    return [state for state in states if state is not None]
 
 
 class CompressedCache(DynamicCache):
@@ -91,7 +83,7 @@ class CompressedCache(DynamicCache):
     ):
         self.policy = make_policy(method, ratio, budget, **options)
         check_room(self.policy, max_new_tokens)
-        self._asked = {"method": method, "ratio": ratio, "budget": budget, "max_new_tokens": max_new_tokens, **options}
+        self.asked = {"method": method, "ratio": ratio, "budget": budget, "max_new_tokens": max_new_tokens, **options}
         if self.policy.engine.ratio_of == "vision" and self.policy.tokens is None and not vision_token_ids(config):
             raise KVCompressError(
                 f"ratio_of='vision': a {config.model_type} model has no image or video tokens to evict"
@@ -143,6 +135,8 @@ class CompressedCache(DynamicCache):
                 what = f"method {self.policy.method!r}, which reads the prompt twice,"
             elif engine.prefill_chunk is not None:
                 what = f"prefill_chunk={engine.prefill_chunk}, which feeds the prompt piece by piece,"
+            elif engine.scope == "context-first":
+                what = "scope='context-first', which feeds the prompt in two parts,"
         if what is not None:
             raise KVCompressError(
                 f"{what} needs a model whose layers all have {wanted}: {self.config.model_type} has others "
@@ -284,7 +278,7 @@ class CompressedCache(DynamicCache):
                 "this CompressedCache does not know its model, which is gone or was never called with it"
             )
         layers = [layer.state() if isinstance(layer, CompressedLayer) else dict(vars(layer)) for layer in self.layers]
-        content = {"asked": self._asked, "rope_deltas": self.rope_deltas, "layers": layers}
+        content = {"asked": self.asked, "rope_deltas": self.rope_deltas, "layers": layers}
         saved.write(path, model, self.policy, content)
 
     @classmethod
@@ -360,7 +354,7 @@ class CompressedCache(DynamicCache):
         return sum(
             layer.nbytes
             if isinstance(layer, CompressedLayer)
-            else sum(state.untyped_storage().nbytes() for state in _states(layer))
+            else sum(state.untyped_storage().nbytes() for state in states_of(layer))
             for layer in self.layers
         )
 

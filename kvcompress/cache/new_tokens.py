@@ -28,7 +28,7 @@ class NewTokens:
         vision: bool (batch, columns), True at vision tokens; None if only embeddings are known.
         vision_lengths: vision tokens in each row's context; empty if `vision` is None.
         context: leading real tokens of each row that are compressed; the rest, the question, is kept.
-        row_seeds: a checksum of each row's real tokens.
+        row_seeds: a checksum of each row's real tokens, or of its context's if that passes through the model first.
         frame_tokens: vision tokens per frame of each row, 0 if unknown, see `scoring.vision.frame_tokens`.
         source: if tokens were dropped before a layer, LongTensor (batch, left), the columns that reach the layer, -1
             where a row has fewer (`padding` then counts those).
@@ -58,7 +58,7 @@ class NewTokens:
     seen_vision: torch.Tensor | None = None
 
     def columns_from(self, start: int, stop: int) -> "NewTokens":
-        """Return these columns alone, as one piece of a prompt that is processed in several (with `scope="prompt"`)."""
+        """Return these columns alone, as one piece of a prompt that is processed in several."""
         pads = [min(max(self.columns - length - start, 0), stop - start) for length in self.lengths]
         lengths = [stop - start - n for n in pads]
         vision, counts = None, []
@@ -83,6 +83,17 @@ class NewTokens:
             protected_lengths=() if protected is None else tuple(protected.sum(1).tolist()),
             groups=None if self.groups is None else self.groups[:, start:stop],
             lasting=self.lasting and self.lasting.piece(start, stop),
+        )
+
+    def question_from(self, start: int) -> "NewTokens":
+        """Return the columns from `start` on, all of which are kept, as a prompt that follows its context."""
+        part, none = self.columns_from(start, self.columns), [0] * len(self.lengths)
+        return replace(
+            part,
+            context=none,
+            vision_lengths=none if part.vision_lengths else [],
+            protected_lengths=tuple(none) if part.protected_lengths else (),
+            groups=None,
         )
 
     def following(self, before: torch.Tensor | None, seen: int) -> "NewTokens":
@@ -141,10 +152,15 @@ class NewTokens:
         if ids is not None:
             vision = vision_token_mask(config, ids)
             frames = frame_tokens(config, ids, grid)
-            seeds = tuple(zlib.crc32(row[columns - n :].tobytes()) for row, n in zip(ids.numpy(), lengths, strict=True))
-        elif engine.ratio_of == "vision" or (engine.scope == "context" and engine.context_tokens is None):
+        elif engine.ratio_of == "vision" or (engine.scope != "prompt" and engine.context_tokens is None):
             raise KVCompressError("ratio_of='vision' and scope='context' need input_ids to find images and videos")
         context = _context_lengths(engine, is_first, lengths, vision)
+        if ids is not None:
+            read = context if engine.scope == "context-first" and any(context) else lengths
+            seeds = tuple(
+                zlib.crc32(row[columns - length : columns - length + some].tobytes())
+                for row, length, some in zip(ids.numpy(), lengths, read, strict=True)
+            )
         given = (each.device for each in (input_ids, attention_mask) if isinstance(each, torch.Tensor))
         place = next(given, torch.device("cpu"))
         protected = protected_tokens(policy, ids, decode, lengths, context, vision, columns, is_first, place)
@@ -209,7 +225,7 @@ def _context_lengths(engine: Engine, is_first: bool, lengths: list[int], vision:
     found = vision.any(1).tolist()
     if is_first and not all(found):
         raise KVCompressError(
-            f"scope='context': row {found.index(False)} has no image or video token that ends the context; "
+            f"scope={engine.scope!r}: row {found.index(False)} has no image or video token that ends the context; "
             "give context_tokens="
         )
     return [length - min(rest, columns) if has else 0 for length, rest, has in zip(lengths, behind, found, strict=True)]

@@ -122,6 +122,11 @@ class PrefixTree:
         parent.children[_first(given)] = node
         self.nbytes += node.nbytes
 
+    def shrink(self, room: int) -> None:
+        """Change the most bytes; what was used least recently leaves."""
+        self.room = room
+        self._make_room(0, Path((), 0, ()))
+
     def clear(self) -> None:
         self._roots.clear()
         self.nbytes = 0

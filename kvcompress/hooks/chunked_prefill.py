@@ -70,8 +70,9 @@ def columns_of(kwargs: dict, start: int, stop: int, columns: int) -> dict:
         elif name == "attention_mask" and value is not None:
             if not isinstance(value, torch.Tensor) or value.ndim != 2:
                 raise KVCompressError(
-                    "prefill_chunk= needs a 2-D attention mask (batch, tokens), left-padded, or none: it cannot cut "
-                    "a 4-D mask, which models build if an image's tokens attend to each other in both directions"
+                    "prefill_chunk= and scope='context-first' need a 2-D attention mask (batch, tokens), left-padded, "
+                    "or none: they cannot cut a 4-D mask, which models build if an image's tokens attend to each "
+                    "other in both directions"
                 )
             value = value[:, : value.shape[1] - columns + stop]
         elif name == "deepstack_visual_embeds" and value is not None:
@@ -80,6 +81,9 @@ def columns_of(kwargs: dict, start: int, stop: int, columns: int) -> dict:
             inside[:, start:stop] = True
             value = [features[inside[vision].to(features.device)] for features in value]
         elif isinstance(value, torch.Tensor):
-            raise KVCompressError(f"prefill_chunk= cannot cut {name}=, which this model passes to its text decoder")
+            raise KVCompressError(
+                f"prefill_chunk= and scope='context-first' cannot cut {name}=, which this model passes to its text "
+                "decoder"
+            )
         part[name] = value
     return part

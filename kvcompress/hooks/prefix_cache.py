@@ -4,13 +4,16 @@ The tree is in `cache.prefix_tree`; `resumed_prompt` continues a prompt after it
 
 import sys
 import weakref
+from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedModel
 
 from ..cache.cache import CompressedCache
+from ..cache.contents import Contents
 from ..cache.prefix_tree import Columns, Path, PrefixTree
 from ..errors import KVCompressError
+from .context_first import KeptContexts, context_key
 from .model import adapters_at_work
 from .resumed_prompt import ResumedPrompt, given_by
 
@@ -50,14 +53,15 @@ class PrefixCache:
         """
         if not gb >= 0:
             raise KVCompressError(f"gb={gb}: the size of a prefix cache in gigabytes is 0 or more")
-        self._tree = PrefixTree(int(min(gb * 2**30, sys.maxsize)), device)
+        room = int(min(gb * 2**30, sys.maxsize))
+        self._tree, self._contexts = PrefixTree(room, device), KeptContexts(room)
         self._models: weakref.WeakKeyDictionary[PreTrainedModel, object] = weakref.WeakKeyDictionary()
         self.prompt_tokens = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return self._tree.nbytes
+        return self._tree.nbytes + self._contexts.nbytes
 
     @property
     def reused_tokens(self) -> int:
@@ -66,6 +70,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Drop everything; needed after a model's weights have changed."""
         self._tree.clear()
+        self._contexts.clear()
 
     def attach(
         self, prompt: ResumedPrompt, decoder: PreTrainedModel, attention: str, cache: CompressedCache, wanted: object
@@ -78,6 +83,37 @@ class PrefixCache:
         if not self._tree.room:
             return prompt.attach(decoder, cache, wanted)
         return prompt.attach(decoder, cache, wanted, self._tree, self._identity(decoder, attention))
+
+    def read_context(
+        self,
+        decoder: PreTrainedModel,
+        attention: str,
+        cache: CompressedCache,
+        inputs: dict,
+        compress: Callable[[], None],
+    ) -> None:
+        """Fill an empty cache with what it keeps of the context announced to it, from an equal one or by `compress`.
+
+        `inputs` are the decoder's arguments for the context. Its states serve other methods, as a prompt's do; what is
+        kept of it is much smaller, so that goes first where both do not fit."""
+        tokens, identity = cache.announced, self._identity(decoder, attention)
+        if not cache.is_empty or not self._contexts.room:
+            compress()
+            return
+        given = [given_by(inputs, row, tokens.columns - length) for row, length in enumerate(tokens.lengths)]
+        key = context_key(identity, cache, given)
+        if (known := self._contexts.find(key)) is not None:
+            known.restore(cache)
+            self._tree.reused_tokens += sum(tokens.lengths)
+            return
+        resumed = ResumedPrompt().attach(decoder, cache, 1, self._tree, identity)
+        try:
+            compress()
+        finally:
+            for prompt in resumed:
+                prompt.remove()
+        self._contexts.add(key, Contents.of(cache))
+        self._tree.shrink(self._contexts.room - self._contexts.nbytes)
 
     def _identity(self, decoder: PreTrainedModel, attention: str) -> tuple[object, ...]:
         """Return what prompts must have in common to share: the decoder in its present state."""

@@ -223,6 +223,8 @@ def why_whole(decoder: PreTrainedModel, cache: CompressedCache) -> str | None:
         return f"method {policy.method!r} reads hidden states"
     if policy.engine.prefill_chunk is not None:
         return "prefill_chunk= has chunks of its own"
+    if policy.engine.scope == "context-first" and cache.announced.context != cache.announced.lengths:
+        return "scope='context-first' has two parts of its own"
     if not all(isinstance(layer, CompressedLayer) for layer in cache.layers):
         return "the model has layers without full attention (sliding windows and the like) or without keys of their own"
     if is_rotated_by_length(decoder):

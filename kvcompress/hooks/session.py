@@ -5,7 +5,6 @@ own forward, nothing is stored on its modules, and leaving the context restores 
 """
 
 import inspect
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,6 +27,7 @@ from ..policy.passages import Decoder
 from .answer_first import answer_first, check_answers
 from .attention import PREFIX, connected, register_attention
 from .chunked_prefill import feed_in_chunks
+from .context_first import read_context_first
 from .hidden_states import watch_hidden_states
 from .model import attention_config, check_cache, check_heads, text_decoder, unwrapped, writing_part
 from .model_identity import ModelReference
@@ -38,6 +38,7 @@ from .resumed_prompt import ResumedPrompt
 from .reused import check_reused
 from .rotary import rotary_embeddings, watch_rotary
 from .second_reading import DecoderInputs, read_again
+from .threads import Threads
 from .token_dropping import prune
 from .tower_attention import TowerRecorder
 from .video_frames import FrameRecorder
@@ -122,8 +123,7 @@ class Session:
         self.is_entered, self._new_cache = False, new_cache
         self._reference = ModelReference(self.model)
         self._forward_names = list(inspect.signature(self.model.forward).parameters)
-        self._threads: set[int] = set()  # threads in a forward pass
-        self._alone: int | None = None  # the thread whose pass needs hooks of its own
+        self._threads = Threads(self._end_pass)
         self._of_pass: list[RemovableHandle | ResumedPrompt] = []
         self._pieces: ResumedPrompt | None = None  # the prompt that is being prefilled in pieces
         self._undo = ExitStack()  # undone on leaving the context
@@ -135,7 +135,7 @@ class Session:
         with ExitStack() as undo:
             self._connect(base)
             undo.callback(self._disconnect)
-            connected[id(self._config)] = lambda: threading.get_ident() in self._threads
+            connected[id(self._config)] = self._threads.has_this
             undo.callback(connected.pop, id(self._config))
             before = self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
             undo.callback(before.remove)
@@ -193,7 +193,7 @@ class Session:
         policy = cache.policy
         if not torch.compiler.is_compiling():
             is_hooked = policy.hooks_prompts or self._prefixes is not None or self._pieces is not None
-            self._enter_thread((is_prompt and is_hooked) or policy.hooks_steps)
+            self._threads.enter((is_prompt and is_hooked) or policy.hooks_steps)
         self._end_pass()  # of an interrupted pass
         if is_prompt and policy.tokens is not None:
             self._of_pass = prune(self._decoder, self._base, cache, self._tower, self._frames, ids)
@@ -206,6 +206,10 @@ class Session:
             self._of_pass.append(note)
         if policy.engine.prefill_chunk is not None and is_prompt:
             self._of_pass += feed_in_chunks(self._decoder, cache)
+        if is_prompt and policy.engine.scope == "context-first":
+            self._of_pass += read_context_first(
+                self._decoder, cache, partial(self._read_context, cache), partial(self._choose, cache)
+            )
         if is_prompt and (self._prefixes is not None or self._pieces is not None):
             self._of_pass += self._resumed(cache, kwargs.get("logits_to_keep"))
         kwargs["past_key_values"] = cache
@@ -214,6 +218,22 @@ class Session:
             if is_prompt:
                 cache.filled_by = self._reference
         return (), kwargs
+
+    def _read_context(self, cache: CompressedCache, inputs: dict, compress: Callable[[], None]) -> None:
+        """Read and compress a prompt's context, unless the prefix cache holds what `cache` keeps of it."""
+        if self._prefixes is None:
+            compress()
+        else:
+            self._prefixes.read_context(self._decoder, self._base, cache, inputs, compress)
+
+    def _choose(self, cache: CompressedCache, output: Any = None) -> None:
+        """Make the choices that wait for the whole prompt, given the model's output, or for its context."""
+        if cache.policy.cluster.second_pass == "context":
+            read_again(self._decoder, self._decoder_inputs, cache)
+        elif cache.policy.cluster.second_pass == "answer":
+            answer_first(self.model, self._decoder, self._decoder_inputs, output.logits, cache)
+        self._decoder_inputs = None
+        cache.finish()
 
     def _resumed(self, cache: CompressedCache, wanted: object) -> list[ResumedPrompt]:
         """Let a prompt's forward pass start after its known prefix, if it can."""
@@ -244,29 +264,7 @@ class Session:
             return None if output is None else self._finish(kwargs["past_key_values"], kwargs, output)
         finally:
             if not torch.compiler.is_compiling():
-                self._leave_thread()
-
-    def _enter_thread(self, is_alone: bool) -> None:
-        """Register this thread's forward pass.
-
-        Raises KVCompressError if other threads are in a pass and one of them needs hooks on the model, which would
-        affect all."""
-        thread = threading.get_ident()
-        self._threads.add(thread)
-        if is_alone:
-            self._alone = thread
-        if self._alone not in (None, thread) or (is_alone and len(self._threads) > 1):
-            raise KVCompressError(
-                "two threads are in a forward pass of this model, and one of them changes the model during its pass, "
-                "as token methods, prefill_chunk= and methods that undo rotations or read twice do: take turns"
-            )
-
-    def _leave_thread(self) -> None:
-        thread = threading.get_ident()
-        self._threads.discard(thread)
-        if self._alone == thread:
-            self._end_pass()
-            self._alone = None
+                self._threads.leave()
 
     def _finish(self, cache: CompressedCache, kwargs: dict, output: Any) -> Any:
         """Finish a prompt. With `first_token="compressed"`, feed its last token again on the compressed cache."""
@@ -276,14 +274,9 @@ class Session:
             return None
         if cache.is_prompt:
             cache.rope_deltas = rope_deltas(self.model)
-            if cache.policy.cluster.second_pass == "context":
-                read_again(self._decoder, self._decoder_inputs, cache)
-            elif cache.policy.cluster.second_pass == "answer":
-                answer_first(self.model, self._decoder, self._decoder_inputs, output.logits, cache)
-            self._decoder_inputs = None
-            cache.finish()
+            self._choose(cache, output)
         cache.end()
-        if not cache.is_prompt or cache.policy.engine.first_token == "full":
+        if not cache.is_prompt or not cache.policy.feeds_last_again:
             return None
         cache.forget_last()
         last = {"past_key_values": cache, "attention_mask": kwargs.get("attention_mask"), "use_cache": True}

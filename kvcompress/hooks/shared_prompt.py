@@ -218,7 +218,7 @@ class _Note:
 def is_shareable(model: PreTrainedModel, cache: object, kwargs: dict[str, Any]) -> bool:
     """Return whether a forward pass is a first prompt whose prefill other methods can share.
 
-    The method must not drop tokens on the way, read the prompt twice or in chunks, or see hidden states. All layers
+    The method must not drop tokens on the way, read the prompt twice or in parts, or see hidden states. All layers
     must be compressed, and only the next token's logits may be asked for.
     """
     if not isinstance(cache, CompressedCache) or not all(isinstance(layer, CompressedLayer) for layer in cache.layers):
@@ -232,7 +232,7 @@ def is_shareable(model: PreTrainedModel, cache: object, kwargs: dict[str, Any]) 
     if policy.needs_sums and model.device.type == "cpu" and model.dtype == torch.float32:
         return False
     sees_more = policy.tokens is not None or policy.cluster.second_pass or policy.cluster.reads_hidden
-    return not sees_more and policy.engine.prefill_chunk is None
+    return not sees_more and policy.engine.prefill_chunk is None and policy.engine.scope != "context-first"
 
 
 def _is_equal(one: Any, other: Any) -> bool:

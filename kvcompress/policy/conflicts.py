@@ -13,6 +13,7 @@ from .policy import Policy
 SCORER, CALIBRATION, MEASURED = "scorer=", "calibration=", "a measured layer_budget="
 HIDDEN_STATES = "a method that reads hidden states"
 BIASES = "a bias of each key"
+CONTEXT_FIRST = "scope='context-first'"
 DECODE_EVICTION, PREFILL_CHUNK, FAIR = "decode_budget= or decode_ratio=", "prefill_chunk=", "fair="
 MOVED_KEYS = "positions='cache' while decoding evicts"
 TENSOR_PARALLEL, PAGES, SPEECH = "tensor parallelism", "continuous batching", "spoken answers"
@@ -131,6 +132,19 @@ CONFLICTS = (
         lambda policy: policy.protect is not None and policy.protect.whole_prompt,
     ),
     Conflict(PREFILL_CHUNK, "positions", "it moves the keys of one prompt", lambda policy: policy.moves_keys),
+    Conflict(
+        CONTEXT_FIRST,
+        "method",
+        "it answers the whole prompt before it chooses",
+        lambda policy: policy.cluster.second_pass == "answer",
+    ),
+    Conflict(CONTEXT_FIRST, "positions", "it moves the keys of one prompt", lambda policy: policy.moves_keys),
+    Conflict(
+        CONTEXT_FIRST,
+        "protect",
+        "the context does not know what will be kept of the question",
+        lambda policy: policy.protect is not None and policy.protect.whole_prompt,
+    ),
     Conflict(
         FAIR, "method", "it chooses by more than scores", lambda policy: _overrides(type(policy.cluster), *CHOICE)
     ),

@@ -14,6 +14,7 @@ from ..tokens.base import TokenMethod
 from .conflicts import (
     BIASES,
     CALIBRATION,
+    CONTEXT_FIRST,
     DECODE_EVICTION,
     FAIR,
     HIDDEN_STATES,
@@ -80,8 +81,10 @@ def make_policy(
         raise KVCompressError("ratio_of='vision' evicts no text, so protect= and protect_text= need ratio_of='prompt'")
     if policy.fair is not None:
         check_conflicts(policy, FAIR)
-    if engine.context_tokens is not None and engine.scope != "context":
-        raise KVCompressError(f"context_tokens={engine.context_tokens} needs scope='context'")
+    if engine.context_tokens is not None and engine.scope == "prompt":
+        raise KVCompressError(f"context_tokens={engine.context_tokens} needs scope='context' or 'context-first'")
+    if engine.scope == "context-first":
+        check_conflicts(policy, CONTEXT_FIRST)
     _check_storage(engine, [name for name in STORAGE_OPTIONS if getattr(engine, name) != getattr(Engine, name)])
     return policy
 

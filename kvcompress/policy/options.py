@@ -36,9 +36,10 @@ class Engine:
         merge_modality: `any`, or `same`: vision is merged only into vision, text only into text.
         scope: `prompt`: the whole prompt is scored and compressed, and the question influences the selection;
             `context`: only the tokens before the question are, up to the row's last image or video token or up to
-            `context_tokens`.
-        context_tokens: for `scope=context`, the number of leading tokens of each row that are the context; negative:
-            all but that many.
+            `context_tokens`; `context-first`: the same, but the context passes through the model and is compressed
+            before the question, which attends to what is kept of it (hooks/context_first.py).
+        context_tokens: for the scopes `context` and `context-first`, the number of leading tokens of each row that are
+            the context; negative: all but that many.
         ratio_of: what the ratio or budget refers to. `prompt`: all entries in the scope; `vision`: image and video
             tokens; only these are evicted, text is kept.
         protect: tokens of the prompt that stay, inside the budget: `prompt`, `system`, `question`, `text`, `first:N`,
@@ -75,7 +76,7 @@ class Engine:
     positions: Literal["true", "cache"] = "true"
     merge: str | None = None
     merge_modality: Literal["any", "same"] = "any"
-    scope: Literal["prompt", "context"] = "prompt"
+    scope: Literal["prompt", "context", "context-first"] = "prompt"
     context_tokens: int | None = None
     ratio_of: Literal["prompt", "vision"] = "prompt"
     protect: str | None = None

@@ -110,7 +110,13 @@ class Policy:
         """Whether a prompt's forward pass needs hooks on the model."""
         cluster = self.cluster
         is_watched = self.tokens is not None or self.watches_rotary or cluster.second_pass
-        return is_watched or cluster.reads_hidden or self.engine.prefill_chunk is not None
+        in_parts = self.engine.prefill_chunk is not None or self.engine.scope == "context-first"
+        return is_watched or cluster.reads_hidden or in_parts
+
+    @property
+    def feeds_last_again(self) -> bool:
+        """Whether a prompt's last token has attended to everything, and is fed again on the compressed cache."""
+        return self.engine.first_token == "compressed" and self.engine.scope != "context-first"
 
     @property
     def hooks_steps(self) -> bool:

@@ -289,7 +289,7 @@ def _draws(method: str, request: Request, arguments: "ModelArguments", draws: li
     """
     from kvcompress.policy.conflicts import TENSOR_PARALLEL, check_conflicts
 
-    from ..model.arguments import check_slots
+    from ..model.arguments import check_options
     from ..model.input_methods import choose, method_options, size_of
 
     defaults, own_size, found = method_options(method, draws[0].get("scorer")), size_of(method), []
@@ -299,7 +299,7 @@ def _draws(method: str, request: Request, arguments: "ModelArguments", draws: li
         chosen = choose(method, 1.0 if sizes and not own_size else None, None, own)
         if arguments.tp_plan is not None:
             check_conflicts(chosen.policy, TENSOR_PARALLEL)
-        check_slots(arguments.slots, chosen.options)
+        check_options(arguments, chosen.options)
         changed = {name: value for name, value in chosen.options.items() if value != defaults[name]}
         of_preset = chosen.policy.budget
         of_method = [own_size] if own_size else sizes or [{"ratio": of_preset.ratio, "budget": of_preset.entries}]

@@ -302,15 +302,20 @@ def parse_arguments(**arguments: Any) -> tuple[ModelArguments, Compression]:
     compression = {name: given.pop(name) for name in ("method", "ratio", "budget") if name in given}
     own, options = split_arguments(given, [compression.get("method")], ("pretrained", "method", "ratio", "budget"))
     model, first = model_arguments(**own), make_compression(**compression, **options)
-    check_slots(model.slots, first.options)
+    check_options(model, first.options)
     return model, first
 
 
-def check_slots(slots: int | str | None, options: Mapping[str, Any]) -> None:
-    """Raise KVCompressError if these options do not work with `slots` (None: no slots requested)."""
-    kind = options.get("cache_implementation", "dynamic")
+def check_options(model: ModelArguments, options: Mapping[str, Any]) -> None:
+    """Raise KVCompressError if these options of a compression do not work with the model's arguments."""
+    kind, slots, size = options.get("cache_implementation", "dynamic"), model.slots, model.batch_size
     if slots is not None and kind not in ("dynamic", "static"):
         raise KVCompressError(f"slots={slots!r} does not go with cache_implementation={kind!r}: dynamic and static do")
+    if options.get("scope") == "context-first" and size != 1:
+        raise KVCompressError(
+            f"scope='context-first' does not go with batch_size={size!r}: it reads one prompt at a time; with slots= "
+            "answers are generated together"
+        )
 
 
 def split_arguments(

@@ -30,7 +30,7 @@ from kvcompress.hooks.prefix_cache import PrefixCache
 from .answer_store import AnswerStore, from_json, key_of, to_json
 from .answerer import Answerer, question
 from .answering import Answering, Answers
-from .arguments import Compression, check_slots, make_compression, parse_arguments
+from .arguments import Compression, check_options, make_compression, parse_arguments
 from .batch_size import Sizes
 from .batches import Batch, BatchStore, ahead
 from .fewshot import FewShot
@@ -109,7 +109,7 @@ class KVCompressLM(Answerer):
     ) -> None:
         """Switch the loaded model to another compression. Raises KVCompressError."""
         compression = make_compression(method, ratio, budget, **options)
-        check_slots(self.args.slots, compression.options)
+        check_options(self.args, compression.options)
         self.answering.begin_cell(compression)
 
     def reset_rows(self) -> None:

@@ -113,6 +113,10 @@ def test_an_option_of_another_method_is_an_error_that_names_its_owner():
             "slots=4 does not go with cache_implementation=",
         ),
         ({"max_batch_size": 8}, "max_batch_size"),
+        (
+            {"method": "knorm", "ratio": 0.5, "scope": "context-first", "batch_size": 2},
+            "scope='context-first' does not go with batch_size=2: it reads one prompt at a time",
+        ),
     ],
 )
 def test_a_wrong_value_is_an_error_that_names_it(arguments, part):

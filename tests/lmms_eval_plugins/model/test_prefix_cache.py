@@ -40,6 +40,18 @@ def test_answers_are_the_same_and_rows_say_how_much_was_known(checkpoint, size):
         assert summarise(rows)["reused_share"] == sum(reused) / sum(row["tokens_in"] for row in rows)
 
 
+@pytest.mark.parametrize("size", [{}, {"slots": 2}], ids=["one by one", "in flight"])
+def test_a_context_compressed_first_is_read_once_for_all_of_its_questions(checkpoint, size):
+    plain, shared = (load_lm(checkpoint("qwen2-vl"), **size, prefix_cache_gb=gigabytes) for gigabytes in (0, 1))
+    cell = {"method": "kvzip", "ratio": 0.3, "scope": "context-first"}
+    (expected, plain_rows), (found, rows) = answers(plain, cell), answers(shared, cell)
+    assert found == expected
+    assert [row["realised_ratio"] for row in rows] == [row["realised_ratio"] for row in plain_rows]
+    known = [row["reused_tokens"] for row in rows if row["reused_tokens"]]
+    assert len(known) >= 3
+    assert min(known) > rows[0]["vision_tokens"]
+
+
 @SIZES
 def test_what_was_spared_is_not_timed_and_what_ran_is(checkpoint, size):
     lm = load_lm(checkpoint("qwen2-vl"), **size, prefix_cache_gb=1)

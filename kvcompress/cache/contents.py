@@ -1,0 +1,64 @@
+"""`Contents`: what all layers of a cache hold between two forward passes."""
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .layer import CompressedLayer
+from .memory import Memory
+
+if TYPE_CHECKING:
+    from .cache import CompressedCache
+
+
+def states_of(layer: object) -> list[torch.Tensor]:
+    """Return the tensors of a cache layer of transformers' own, of any kind."""
+    states = []
+    for name in ("keys", "values", "conv_states", "recurrent_states"):
+        state = getattr(layer, name, None)
+        states += state.values() if isinstance(state, dict) else [state]
+    return [state for state in states if state is not None]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the layers of a cache hold between two passes.
+
+    Attributes:
+        memories: those of the compressed layers; their entries are not copied.
+        empty: an empty tensor of each compressed layer's dtype, on its device.
+        others: the layers with transformers' own storage, by their index.
+    """
+
+    memories: list[Memory]
+    empty: list[torch.Tensor]
+    others: dict[int, CacheLayerMixin]
+
+    @classmethod
+    def of(cls, cache: "CompressedCache") -> "Contents":
+        """Return the present contents; the cache goes on without changing them."""
+        others = {i: layer for i, layer in enumerate(cache.layers) if not isinstance(layer, CompressedLayer)}
+        contents = cls(
+            [layer.fork() for layer in cache.compressed_layers],
+            [layer.keys for layer in cache.compressed_layers],
+            copy.deepcopy(others),
+        )
+        cache.finish()
+        return contents
+
+    def restore(self, cache: "CompressedCache") -> None:
+        """Let another cache of the same policy go on from these contents, without changing them."""
+        for layer, memory, empty in zip(cache.compressed_layers, self.memories, self.empty, strict=True):
+            layer.lazy_initialization(empty, empty)
+            layer.restore(memory.fork())
+        for layer_idx, layer in self.others.items():
+            cache.layers[layer_idx] = copy.deepcopy(layer)
+        cache.finish()
+
+    @property
+    def nbytes(self) -> int:
+        others = sum(state.untyped_storage().nbytes() for layer in self.others.values() for state in states_of(layer))
+        return sum(memory.nbytes for memory in self.memories) + others
