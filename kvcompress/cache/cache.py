@@ -25,9 +25,8 @@ from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
 from ..scoring.vision import vision_token_ids
 from . import saved
-from .contents import states_of
 from .hiding import Hiding
-from .layer import CompressedLayer
+from .layer import CompressedLayer, states_of
 from .new_tokens import NewTokens, check_past
 from .scope import evictable
 from .storage.static import StaticStorage

@@ -2,25 +2,13 @@
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from .layer import CompressedLayer
+from .cache import CompressedCache
+from .layer import CompressedLayer, states_of
 from .memory import Memory
-
-if TYPE_CHECKING:
-    from .cache import CompressedCache
-
-
-def states_of(layer: object) -> list[torch.Tensor]:
-    """Return the tensors of a cache layer of transformers' own, of any kind."""
-    states = []
-    for name in ("keys", "values", "conv_states", "recurrent_states"):
-        state = getattr(layer, name, None)
-        states += state.values() if isinstance(state, dict) else [state]
-    return [state for state in states if state is not None]
 
 
 @dataclass(frozen=True)
@@ -38,7 +26,7 @@ class Contents:
     others: dict[int, CacheLayerMixin]
 
     @classmethod
-    def of(cls, cache: "CompressedCache") -> "Contents":
+    def of(cls, cache: CompressedCache) -> "Contents":
         """Return the present contents; the cache goes on without changing them."""
         others = {i: layer for i, layer in enumerate(cache.layers) if not isinstance(layer, CompressedLayer)}
         contents = cls(
@@ -49,7 +37,7 @@ class Contents:
         cache.finish()
         return contents
 
-    def restore(self, cache: "CompressedCache") -> None:
+    def restore(self, cache: CompressedCache) -> None:
         """Let another cache of the same policy go on from these contents, without changing them."""
         for layer, memory, empty in zip(cache.compressed_layers, self.memories, self.empty, strict=True):
             layer.lazy_initialization(empty, empty)

@@ -68,6 +68,15 @@ def on_their_way(keys: torch.Tensor, layer: CacheLayerMixin) -> torch.Tensor:
     return keys
 
 
+def states_of(layer: object) -> list[torch.Tensor]:
+    """Return the tensors of a cache layer of transformers' own, of any kind."""
+    states = []
+    for name in ("keys", "values", "conv_states", "recurrent_states"):
+        state = getattr(layer, name, None)
+        states += state.values() if isinstance(state, dict) else [state]
+    return [state for state in states if state is not None]
+
+
 class CompressedLayer(CacheLayerMixin):
     """One layer: the cluster chooses entries of each prompt, which are stored, and decoded tokens are appended.
 
