@@ -61,6 +61,8 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         options["ratio_of"] = rng.choice(["prompt", "prompt", "vision"])
         if options["scope"] == "context" and (not images or 0 in images or rng.random() < 0.5):
             options["context_tokens"] = rng.randint(0, 40)
+        if options["scope"] == "context" and rng.random() < 0.5:
+            options |= {"scope": "context-first", "context_tokens": -rng.randint(1, 12)}
         if rng.random() < 0.4:
             options |= {"head_budget": rng.choice([*ADAPTIVE, "shared"]), "safeguard": rng.choice([0.0, 0.2, 1.0])}
         if rng.random() < 0.3:
@@ -112,10 +114,12 @@ def scored_by(config: dict[str, Any]) -> str:
     return config["options"].get("scorer", config["method"])
 
 
-def answer(model: torch.nn.Module, inputs: dict, config: dict, forced=None) -> tuple[torch.Tensor, torch.Tensor, dict]:
+def answer(
+    model: torch.nn.Module, inputs: dict, config: dict, forced=None, **session: Any
+) -> tuple[torch.Tensor, torch.Tensor, dict]:
     options = config["options"] | calibration_of(scored_by(config), model) | {"tokenizer": OneLetterPerToken()}
     fair = checked_choices() if "fair" in options else contextlib.nullcontext()
-    with fair, kvcompress.compress(model, config["method"], max_new_tokens=NEW + 1, **options) as session:
+    with fair, kvcompress.compress(model, config["method"], max_new_tokens=NEW + 1, **options, **session) as session:
         history = History(session)
         criteria = StoppingCriteriaList([history])
         tokens, logits = generate(model, inputs, NEW, forced, stopping_criteria=criteria)
@@ -159,7 +163,12 @@ def check(config: dict[str, Any]) -> None:
 
     options = config["options"] | calibration_of(scored_by(config), model)
     merges = make_policy(config["method"], **options).chosen("merge") != "none"
-    if exact and not merges and config["options"]["first_token"] == "full":
+    if config["options"].get("scope") == "context-first":
+        prefixes = kvcompress.PrefixCache(gb=1)
+        for _ in range(2):  # the second time, what is kept of the contexts is known
+            known = answer(model, inputs, config, tokens, prefix_cache=prefixes)
+            torch.testing.assert_close(known[1], logits, atol=TOLERANCE, rtol=0)
+    elif exact and not merges and config["options"]["first_token"] == "full":
         with only_attending_to(model, history):
             _, expected = generate(model, inputs, NEW, forced=tokens)
         torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)

@@ -172,9 +172,7 @@ class Prefill(Pass):
     @property
     def _keeps_all(self) -> bool:
         """Whether the prompt is stored unchanged and unscored, with transformers' own shapes and bits."""
-        # Fixed shapes allow pads only in front.
-        is_one_piece = self.memory.is_whole and not (self.memory.has_fixed_shapes and self.tokens.padding is not None)
-        return is_one_piece and self.choice.budgets(self.tokens) == self.tokens.context
+        return self.memory.is_whole and self.choice.budgets(self.tokens) == self.tokens.context
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
         if self._staged is not None:

@@ -65,10 +65,6 @@ class StaticStorage(Storage):
     def length(self) -> int:
         return self.capacity
 
-    @property
-    def is_whole(self) -> bool:
-        return self.indices is None
-
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         new = keys.shape[2]
         if not torch.compiler.is_compiling():

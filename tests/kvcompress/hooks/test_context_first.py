@@ -120,6 +120,16 @@ def test_every_storage_goes_on_from_a_known_context(options):
     assert prefixes.nbytes == held
 
 
+@pytest.mark.parametrize("lengths", [[63], [40, 63]], ids=["one row", "padded"])
+@pytest.mark.parametrize("kind", ["static", "offloaded", "offloaded_static"])
+def test_a_question_on_a_whole_context_is_answered_alike_by_every_storage(kind, lengths):
+    model = QWEN2.build()
+    inputs = QWEN2.inputs(model, lengths)
+    expected = answer(model, inputs, "knorm", ratio=1.0)
+    ours = answer(model, inputs, "knorm", ratio=1.0, cache_implementation=kind, max_new_tokens=ASKS + NEW)
+    torch.testing.assert_close(ours[1], expected[1], atol=2e-5, rtol=0)
+
+
 def test_the_question_changes_nothing_that_is_kept_of_its_context():
     model = QWEN2.build()
     inputs = QWEN2.inputs(model, [40, 63])
