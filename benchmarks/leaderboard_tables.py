@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-import kvcompress
 from lmms_eval_plugins.leaderboard.choice import NOT_CHOSEN, choose
 from lmms_eval_plugins.leaderboard.tables import Entry, Table
 
 from . import ruler, verdict
-from .method_cells import Answers, Cell, Task, cells_of
+from .method_cells import Answers, Cell, Task
 
 REGIMES = {  # of the verdict -> as the leaderboard names what prompts hold; the model
     "tiny": ("an image", "tiny"),
@@ -44,8 +43,7 @@ def tables(folder: Path) -> Iterator[Table]:
         answered = [(task, Answers(file, task.identity)) for task, file in asked]
         whole = [(task, answers) for task, answers in answered if ruler.is_whole(task, answers)]
         if whole:
-            methods = list(kvcompress.list_methods())
-            found = [(task, answers, cell) for task, answers in whole for cell in cells_of(task, methods)]
+            found = [(task, answers, cell) for task, answers in whole for cell in ruler.all_cells(task)]
             name = f"RULER, {len(whole)} tasks, {length} tokens"
             yield from _table(*OF_RULER, name, found, f"python -m benchmarks.ruler {length}", False)
 

@@ -207,6 +207,13 @@ def cell_at(task: Task, method: str, ratio: float) -> Cell | None:
     return None
 
 
+def all_cells(task: Task) -> list[Cell]:
+    """Return every cell that may be asked: all methods at RATIOS, and what only some are asked at."""
+    methods = list(kvcompress.list_methods())
+    further = [cell_at(task, method, ratio) for ratio in (LARGER, SMALLER) for method in methods]
+    return cells_of(task, methods) + [cell for cell in further if cell is not None and cell.column != FULL]
+
+
 def rows_of(tasks: list[Task], answers: dict[str, Answers], ratio: float) -> dict[str, Row]:
     """Return the rows of the methods that have answered all questions of all tasks: RULERS first, then by the mean."""
     rows = {}

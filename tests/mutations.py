@@ -356,12 +356,12 @@ MUTATIONS = {
         "static shapes: a token is written over the one before it",
         (CORE + "kernels/test_static_decode.py",),
     ),
-    "static-pads": Mutation(
-        "cache/passes.py",
-        "not (self.memory.has_fixed_shapes and self.tokens.padding is not None)",
-        "True",
-        "static shapes: the pads of a second prompt lie between the slots in use",
-        (CORE + "cache/test_static.py",),
+    "static-room": Mutation(
+        "cache/storage/static.py",
+        "has_fixed_shapes = True",
+        "has_fixed_shapes = is_whole = True",
+        "static shapes: a second prompt is appended behind the room for new tokens",
+        (CORE + "hooks/test_context_first.py",),
     ),
     "static-cursor": Mutation(
         "cache/storage/static.py",
