@@ -2,6 +2,8 @@
 
     python -m benchmarks.prefix_cache --threads 1 --clock cpu            # CPU, fp32
     python -m benchmarks.prefix_cache --device cuda --dtype bfloat16
+    python -m benchmarks.prefix_cache --threads 1 --clock cpu --scope context-first --methods snapkv \
+        --alone 2 --out benchmarks/results/prefix_cache_context_first
 
 A model of a known shape with random weights answers several questions. Their prompts begin with the same tokens, as
 many as a picture has. Alone, each prompt is prefilled as a whole; with the cache, only the first one is. Each method
@@ -49,7 +51,9 @@ class PrefixBench:
         mask = torch.ones_like(ids)
         synchronise(ids.device)
         start = clock()
-        with kvcompress.compress(self.model, method, ratio, prefix_cache=prefixes):
+        options = {"scope": self.asked.scope, "context_tokens": self.asked.picture}
+        options = {} if self.asked.scope == "prompt" else options
+        with kvcompress.compress(self.model, method, ratio, prefix_cache=prefixes, **options):
             tokens = self.model.generate(ids, attention_mask=mask, max_new_tokens=self.asked.new, do_sample=False)
         synchronise(ids.device)
         return tokens[:, ids.shape[1] :], clock() - start
@@ -112,7 +116,8 @@ def report(records: list[dict], asked: argparse.Namespace) -> str:
     return (
         f"Seconds ({asked.clock} clock, {asked.threads} threads) of one answer of {asked.new} tokens to a prompt of "
         f"{asked.picture} tokens that all questions share and {asked.question} of its own, {asked.dtype}; "
-        f"{asked.shape}'s shape, random weights, without a vision tower; a ratio of {asked.ratio:g}. Alone: the "
+        f"{asked.shape}'s shape, random weights, without a vision tower; scope={asked.scope}, a ratio of "
+        f"{asked.ratio:g}. Alone: the "
         f"median of {asked.alone} questions. With a prefix cache: the first question, and the median of the later "
         "ones, then answers per second over those alone, where a picture has so many questions, and where prompts "
         f"share nothing (the median of {asked.alone}). Held: the cache's bytes after the questions. Where both were "
@@ -128,6 +133,7 @@ def main(argv: list[str]) -> None:
     parser = speed_parser("prefix_cache", __doc__, methods=list(METHODS), new=4)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2-0.5b")
     parser.add_argument("--ratio", type=fraction, default=0.2)
+    parser.add_argument("--scope", choices=["prompt", "context-first"], default="prompt", help="of the compression")
     parser.add_argument("--picture", type=whole(1), default=1500, help="tokens that prompts share (1500)")
     parser.add_argument("--question", type=whole(1), default=30, help="tokens of each prompt's own (30)")
     parser.add_argument("--questions", type=whole(2), default=18, help="of one picture (18)")
