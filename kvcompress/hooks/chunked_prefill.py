@@ -13,6 +13,8 @@ Chunks are counted from the end, where all rows of a padded batch are aligned. A
 as it would be alone, and only the first chunk may be shorter.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -32,29 +34,37 @@ def feed_in_chunks(decoder: PreTrainedModel, cache: CompressedCache) -> list[Rem
     size, whole = cache.policy.engine.prefill_chunk, cache.announced
     if whole.columns <= size:
         return []
-    stops = range(whole.columns, 0, -size)[::-1]
-    is_nested = False
+    *stops, _ = range(whole.columns, 0, -size)[::-1]
 
-    def feed(decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        nonlocal is_nested
-        if is_nested:
-            return None
-        if args:
-            kwargs = {"input_ids": args[0], **kwargs}
+    def feed(kwargs: dict) -> dict:
         start = 0
         for stop in stops:
             cache.begin(whole.columns_from(start, stop))
-            part = columns_of(kwargs, start, stop, whole.columns)
-            if stop == whole.columns:
-                return (), part
-            is_nested = True
-            try:
-                decoder(**part)
-            finally:
-                is_nested = False
+            decoder(**columns_of(kwargs, start, stop, whole.columns))
             start = stop
+        cache.begin(whole.columns_from(start, whole.columns))
+        return columns_of(kwargs, start, whole.columns, whole.columns)
 
-    return [decoder.register_forward_pre_hook(feed, with_kwargs=True)]
+    return [before_pass(decoder, feed)]
+
+
+def before_pass(decoder: PreTrainedModel, feed: Callable[[dict], dict]) -> RemovableHandle:
+    """Before a pass of the decoder, call `feed` with its arguments; the pass gets those that it returns instead.
+
+    Passes that `feed` runs itself are left alone."""
+    is_nested = False
+
+    def hook(decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        nonlocal is_nested
+        if is_nested:
+            return None
+        is_nested = True
+        try:
+            return (), feed({"input_ids": args[0], **kwargs} if args else kwargs)
+        finally:
+            is_nested = False
+
+    return decoder.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def columns_of(kwargs: dict, start: int, stop: int, columns: int) -> dict:

@@ -16,7 +16,7 @@ from ..cache.cache import CompressedCache
 from ..cache.contents import Contents
 from ..cache.prefix_tree import Columns
 from ..errors import KVCompressError
-from .chunked_prefill import columns_of
+from .chunked_prefill import before_pass, columns_of
 
 # Given a context's arguments of the text decoder, runs its pass unless what it keeps is known.
 ReadContext = Callable[[dict, Callable[[], None]], None]
@@ -47,30 +47,20 @@ def read_context_first(
             f"{', '.join(map(str, sorted(questions)))} tokens: pass them one by one, or to generate_many"
         )
     start = whole.columns - questions.pop()
-    is_nested = False
 
-    def feed(decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        nonlocal is_nested
-        if is_nested:
-            return None
-        if args:
-            kwargs = {"input_ids": args[0], **kwargs}
+    def feed(kwargs: dict) -> dict:
         context = columns_of(kwargs, 0, start, whole.columns)
 
         def compress() -> None:
             decoder(**context)
             choose()
 
-        is_nested = True
-        try:
-            cache.begin(whole.columns_from(0, start))
-            read(context, compress)
-        finally:
-            is_nested = False
+        cache.begin(whole.columns_from(0, start))
+        read(context, compress)
         cache.begin(whole.question_from(start))
-        return (), columns_of(kwargs, start, whole.columns, whole.columns)
+        return columns_of(kwargs, start, whole.columns, whole.columns)
 
-    return [decoder.register_forward_pre_hook(feed, with_kwargs=True)]
+    return [before_pass(decoder, feed)]
 
 
 class KeptContexts:

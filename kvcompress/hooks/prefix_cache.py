@@ -68,9 +68,10 @@ class PrefixCache:
         return self._tree.reused_tokens
 
     def clear(self) -> None:
-        """Drop everything; needed after a model's weights have changed."""
+        """Drop everything; needed after a model's weights, or a method's file under the same name, have changed."""
         self._tree.clear()
         self._contexts.clear()
+        self._tree.room = self._contexts.room
 
     def attach(
         self, prompt: ResumedPrompt, decoder: PreTrainedModel, attention: str, cache: CompressedCache, wanted: object

@@ -109,7 +109,9 @@ class QuantizedStorage(Storage):
         if self.recent.length:
             keys, values = self.recent.read()
             self._add(keys, values, None)
-            self.recent = DenseStorage(keys[:, :, :0], values[:, :, :0], None, None, self.residual)
+        # Also if none waited: forks share the buffer.
+        keys, values = self.recent.keys[:, :, :0], self.recent.values[:, :, :0]
+        self.recent = DenseStorage(keys, values, None, None, self.residual)
 
     def _add(self, keys: torch.Tensor, values: torch.Tensor, unused: torch.Tensor | None) -> None:
         rows = []

@@ -130,6 +130,39 @@ def test_a_question_on_a_whole_context_is_answered_alike_by_every_storage(kind, 
     torch.testing.assert_close(ours[1], expected[1], atol=2e-5, rtol=0)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("options", STORED, ids=lambda options: next(iter(options.values())))
+def test_two_answers_about_one_context_go_on_side_by_side(options):
+    model = QWEN2.build()
+    inputs = QWEN2.inputs(model, [40, 63])
+    ids, mask = inputs["input_ids"][:, -1:], torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
+    of_both = []
+    for prefixes in (None, PrefixCache(gb=1)):
+        with kvcompress.compress(model, "snapkv", 0.4, prefix_cache=prefixes, **{**FIRST, **options}) as session:
+            caches = []
+            for seed in (1, 2, 3):
+                session.model(**with_end(inputs, ASKS, seed), logits_to_keep=1)
+                caches.append(session.cache)
+            for last in (0, 1):  # another token in each
+                for cache in caches:
+                    step = {"attention_mask": torch.nn.functional.pad(mask, (0, last), value=1)}
+                    step["position_ids"] = step["attention_mask"].sum(1, keepdim=True) - 1
+                    token = (ids + 7 * len(caches) * last + caches.index(cache)) % 100
+                    of_both.append(session.model(input_ids=token, past_key_values=cache, **step).logits[:, -1])
+    half = len(of_both) // 2
+    for ours, expected in zip(of_both[half:], of_both[:half], strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_a_cleared_cache_has_all_of_its_room():
+    model, prefixes = QWEN2.build(), PrefixCache(gb=1)
+    inputs = QWEN2.inputs(model, [63])
+    answer(model, inputs, "knorm", prefixes)
+    prefixes.clear()
+    assert prefixes.nbytes == 0
+    assert prefixes._tree.room == 2**30
+
+
 def test_the_question_changes_nothing_that_is_kept_of_its_context():
     model = QWEN2.build()
     inputs = QWEN2.inputs(model, [40, 63])
