@@ -8,7 +8,6 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
 
-import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -103,5 +102,5 @@ def context_key(identity: object, cache: CompressedCache, given: list[Columns]) 
     found = hashlib.sha256()
     for part in (part for row in given for part in row):
         found.update(f"{part.dtype} {tuple(part.shape)} ".encode())
-        found.update(part.detach().cpu().flatten().view(torch.uint8).numpy())
+        found.update(part.detach().double().cpu().numpy().tobytes())
     return identity, repr(sorted(cache.asked.items())), found.digest()

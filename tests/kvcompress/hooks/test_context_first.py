@@ -154,6 +154,16 @@ def test_two_answers_about_one_context_go_on_side_by_side(options):
         assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen2-vl"])
+def test_a_context_of_one_token_is_known_again(family):
+    made, prefixes = FAMILIES[family], PrefixCache(gb=1)
+    model = made.build()
+    inputs = made.inputs(model, [ASKS + 1, 40])
+    for _ in range(2):
+        assert_same(answer(model, inputs, "snapkv", prefixes), answer(model, inputs, "snapkv"))
+    assert prefixes.reused_tokens == 1 + 40 - ASKS
+
+
 def test_a_cleared_cache_has_all_of_its_room():
     model, prefixes = QWEN2.build(), PrefixCache(gb=1)
     inputs = QWEN2.inputs(model, [63])
