@@ -565,8 +565,8 @@ MUTATIONS = {
     ),
     "chunks-from-the-front": Mutation(
         "hooks/chunked_prefill.py",
-        "stops = range(whole.columns, 0, -size)[::-1]",
-        "stops = [*range(size, whole.columns, size), whole.columns]",
+        "*stops, _ = range(whole.columns, 0, -size)[::-1]",
+        "stops = range(size, whole.columns, size)",
         "chunks are counted from the front: a padded row is cut elsewhere than alone",
         (CORE + "hooks/test_chunked_prefill.py::test_a_row_does_not_depend_on_its_batch_or_padding",),
     ),
