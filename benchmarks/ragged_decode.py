@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
+from inspect import signature
 from unittest import mock
 
 import torch
@@ -81,12 +82,11 @@ def ways_to_attend(case: dict) -> dict[str, Callable[[], torch.Tensor]]:
     if find_spec("torch.nn.attention.varlen"):
         from torch.nn.attention.varlen import varlen_attn
 
-        starts_end = torch.cat([starts.flatten(), starts.new_tensor([len(keys)])]).int()
-        used = lengths.flatten().int()
-        arguments = (packed, keys[:, None], values[:, None], query_ends, starts_end, 1, longest)
-        ways["varlen_attn"] = lambda: varlen_attn(*arguments, scale=scaling, enable_gqa=True, seqused_k=used).view_as(
-            query
-        )
+        if "seqused_k" in signature(varlen_attn).parameters:  # not in torch 2.11
+            starts_end = torch.cat([starts.flatten(), starts.new_tensor([len(keys)])]).int()
+            used = {"enable_gqa": True, "seqused_k": lengths.flatten().int()}
+            arguments = (packed, keys[:, None], values[:, None], query_ends, starts_end, 1, longest)
+            ways["varlen_attn"] = lambda: varlen_attn(*arguments, scale=scaling, **used).view_as(query)
     if find_spec("flash_attn"):
         from flash_attn import flash_attn_varlen_func
 

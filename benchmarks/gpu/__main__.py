@@ -11,7 +11,7 @@ from .runner import Stage
 from .stages import cells
 
 STAGES = (1, 2, 3)
-WORKERS = 6  # test processes that share the device
+WORKERS = 14  # test processes that share the device
 
 
 def parser() -> argparse.ArgumentParser:

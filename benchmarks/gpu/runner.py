@@ -76,7 +76,7 @@ class Stage:
                 [sys.executable, *arguments],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environment_of(self.smoke)},
+                env={**os.environ, **environment_of(self.smoke, cell.kind)},
                 start_new_session=True,  # so that its children end with it
             )
             try:

@@ -40,22 +40,16 @@ def bench(name: str, seconds: float, arguments: str, smoke: bool, kind: str = "b
     return Cell(name, kind, words(f"-m kvcompress {command} {where} --out {{out}} --resume {arguments}"), seconds)
 
 
-def suite(name: str, seconds: float, files: str, workers: int = 0) -> Cell:
-    spread = f" -n {workers}" if workers else ""
-    return Cell(name, "tests", words(f"-m pytest -vv -m gpu --tb=short -p no:cacheprovider{spread} {files}"), seconds)
-
-
 def right(smoke: bool, workers: int) -> list[Cell]:
     """Cells of stage 1."""
     device = "cpu --questions 8" if smoke else "cuda --questions 100"
     counted = "--shape tiny --length 32 --new 5 --methods snapkv" if smoke else f"--shape {SHAPE}"
+    spread = f" -n {workers}" if workers else ""
+    tests = " ".join(f"tests/gpu/test_{name}.py" for name in ("kernels", "core", "methods"))
     return [
-        # 138 compilations of 1 to 3 s, up to 34 of them in one of six workers.
-        suite("kernels", 160, "tests/gpu/test_kernels.py", workers),
+        Cell("tests", "tests", words(f"-m pytest -vv -m gpu --tb=short -p no:cacheprovider{spread} {tests}"), 240),
         Cell("accuracy", "accuracy", words(f"-m benchmarks.gpu.accuracy --out {{out}} --device {device}"), 110),
-        suite("core", 150, "tests/gpu/test_core.py", workers),
         Cell("launches", "launches", words(f"-m kvcompress bench launches --out {{out}} {counted}"), 60),
-        suite("methods", 240, "tests/gpu/test_methods.py", workers),
     ]
 
 
@@ -109,8 +103,9 @@ def cells(stage: int, smoke: bool, workers: int = 0) -> list[Cell]:
     return [replace(cell, seconds=SMOKE_TIMES * cell.seconds) for cell in found] if smoke else found
 
 
-def environment_of(smoke: bool) -> dict[str, str]:
-    """Return environment variables for every process."""
+def environment_of(smoke: bool, kind: str) -> dict[str, str]:
+    """Return environment variables for a cell's process. Tests have as many processes as the machine has cores."""
     known = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]))
-    return {**known, "PYTHONPATH": path, "GPU_TESTS_ON": "cpu" if smoke else "cuda"}
+    threads = {"OMP_NUM_THREADS": "1"} if kind == "tests" else {}
+    return {**known, **threads, "PYTHONPATH": path, "GPU_TESTS_ON": "cpu" if smoke else "cuda"}

@@ -29,6 +29,7 @@ from .timing import table
 Meter = Callable[[], AbstractContextManager[Counts]]
 Make = Callable[[PreTrainedModel, int], Cache]  # takes the length of the prompt
 CUT = {"num_hidden_layers": 4, "intermediate_size": 64, "vocab_size": 512}  # a smaller shape, same kernels
+PASS = "kvcompress pass "
 # Runtime calls in which the host waits.
 WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
@@ -121,28 +122,51 @@ def count(model: PreTrainedModel, name: str, make: Make, meter: Meter, batch: in
     return Row(name, model.config.get_text_config().num_hidden_layers, prefill, counted)
 
 
-@contextmanager
-def profiled() -> Iterator[Counts]:
-    """Count with PyTorch's profiler on the device."""
-    counts = Counts()
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        yield counts
-    add_events(counts, profile.events())
+class Profiler:
+    """Counts the passes of one cache with PyTorch's profiler. Their `Counts` are filled when it ends.
+
+    One session records all passes, because its start and end take longer than a decode step."""
+
+    def __enter__(self) -> "Profiler":
+        self.passes: list[Counts] = []
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        self.profile = torch.profiler.profile(activities=activities).__enter__()
+        return self
+
+    @contextmanager
+    def __call__(self) -> Iterator[Counts]:
+        self.passes.append(Counts())
+        torch.cuda.synchronize()
+        with torch.profiler.record_function(f"{PASS}{len(self.passes) - 1}"):
+            yield self.passes[-1]
+            torch.cuda.synchronize()  # so that the pass's kernels run within it
+
+    def __exit__(self, *error: object) -> None:
+        self.profile.__exit__(*error)
+        if error[0] is None:
+            add_events(self.passes, self.profile.events())
 
 
-def add_events(counts: Counts, events: list[Any]) -> None:
-    """Count the profiler's events: kernels on the device, and runtime calls that wait."""
-    for event in events:
-        if event.device_type == DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset")):
-            counts.kernels += 1
-            counts.kernels_of[event.name] += 1
-        elif event.name in WAITING_CALLS:
-            counts.waits += 1
-            counts.waits_at[event.name] += 1
-    # The profiler itself waits once when it ends.
-    counts.waits = max(counts.waits - counts.waits_at["cudaDeviceSynchronize"], 0)
+def add_events(passes: list[Counts], events: list[Any]) -> None:
+    """Count the profiler's events pass by pass: kernels on the device, and runtime calls that wait.
+
+    A pass is the time of the host's event that is named after it, whose last wait is the profiler's own."""
+    on_host = [event for event in events if event.device_type != DeviceType.CUDA]
+    named = {event.name: event.time_range for event in on_host if event.name.startswith(PASS)}
+    for number, counts in enumerate(passes):
+        span = named[f"{PASS}{number}"]
+        for event in events:
+            if not span.start <= event.time_range.start < span.end or event.name.startswith(PASS):
+                continue
+            if event.device_type == DeviceType.CUDA:
+                if not event.name.startswith(("Memcpy", "Memset")):
+                    counts.kernels += 1
+                    counts.kernels_of[event.name] += 1
+            elif event.name in WAITING_CALLS:
+                counts.waits += 1
+                counts.waits_at[event.name] += 1
+        counts.waits -= 1
+        counts.waits_at["cudaDeviceSynchronize"] -= 1
 
 
 def measure(given: argparse.Namespace, arguments: list[str]) -> None:
@@ -157,14 +181,17 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
     with ExitStack() as stack:
         with loading(given.model or given.shape):
             model = load(origin, given.dtype, where)
-        meter: Meter = profiled
+        metering: Callable[[], AbstractContextManager[Meter]] = Profiler
         if not is_there:
             from .pretended.device import PretendedCuda
 
             gpu = stack.enter_context(PretendedCuda())
-            model, meter = model.to("cuda"), gpu.counting
+            model, metering = model.to("cuda"), lambda: nullcontext(gpu.counting)
         sizes = given.batch, given.length, given.new
-        rows = [count(model, name, make, meter, *sizes) for name, make in caches(methods, given.new + 1).items()]
+        rows = []
+        for name, make in caches(methods, given.new + 1).items():
+            with metering() as meter:
+                rows.append(count(model, name, make, meter, *sizes))
     names = ("length", "batch", "new", "dtype")
     settings = {"model": given.model or given.shape, **{name: getattr(given, name) for name in names}}
     content = about(["kvcompress", "bench", "launches", *arguments], settings, where)

@@ -66,7 +66,8 @@ def turns(scores: torch.Tensor, real: torch.Tensor, size: int, spiky: int) -> to
     """
     tokens = scores.shape[-1]
     behind = (0, -tokens % size)
-    chunks = F.pad(scores.masked_fill(~real, 0.0), behind).unflatten(-1, (-1, size))
+    # In double: else the order in which a device sums decides between chunks of equal scores.
+    chunks = F.pad(scores.double().masked_fill(~real, 0.0), behind).unflatten(-1, (-1, size))
     real = F.pad(real, behind).unflatten(-1, (-1, size))
     count = real.sum(-1)
     mean = chunks.sum(-1) / count.clamp(min=1)

@@ -1,8 +1,9 @@
 """Triton kernels for column sums. Import this module only if Triton is installed.
 
-The first kernel computes each query's log-sum-exp over the keys it sees, a block of queries per program. The second
-sums exp(logit - log-sum-exp) over the queries, a block of keys per program. Neither writes the attention matrix. Both
-skip blocks of keys after all queries of a block, queries before the first nonzero weight, and pads."""
+The first kernel computes each query's log-sum-exp over the keys it sees, less the logarithm of its weight, a block of
+queries per program. The second sums exp(logit - that) over the queries, a block of keys per program. Neither writes the
+attention matrix. Both skip blocks of keys after all queries of a block, queries before the first nonzero weight, and
+pads, and mask only the blocks in which some pairs do not count."""
 
 import math
 
@@ -43,21 +44,39 @@ def column_sums_triton(
     shape = (columns, heads, scaling * math.log2(math.e))
     fixed = {"GROUPS": heads // kv_heads, "HEAD_DIM": head_dim, **blocks}
     with torch.cuda.device_of(keys):  # triton launches on the current device
-        _sum_rows[grid](queries, keys, padding, first, log_sums, *strides, *shape, **fixed)
-        _sum_columns[grid](queries, keys, padding, first, weights, log_sums, sums, *strides, *shape, **fixed)
+        _sum_rows[grid](queries, keys, padding, first, weights, log_sums, *strides, *shape, **fixed)
+        _sum_columns[grid](queries, keys, padding, first, log_sums, sums, *strides, *shape, **fixed)
     return sums.unflatten(1, (kv_heads, -1)).mean(2)
 
 
 def blocks_of(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return the kernels' block sizes and warps, chosen so that no register spills (`python -m
-    benchmarks.gpu.offline`).
+    """Return the kernels' block sizes and warps: of those without a spilled register (`python -m
+    benchmarks.gpu.offline`), the fastest on an H100.
 
     Blocks are smaller in fp32, whose products do not use tensor cores."""
     block_dim = max(16, triton.next_power_of_2(head_dim))
     moving = min(MOST_ROWS, max(16, BLOCK_BYTES // (block_dim * dtype.itemsize)))
     if dtype != torch.float32:
-        return {"BLOCK_DIM": block_dim, "STAYING": 2 * moving, "MOVING": moving, "num_warps": 4}
-    return {"BLOCK_DIM": block_dim, "STAYING": 32, "MOVING": min(moving, 32), "num_warps": 8}
+        return {"BLOCK_DIM": block_dim, "STAYING": moving, "MOVING": moving, "num_warps": 4}
+    moving = min(moving, 32 if block_dim < 128 else 16)
+    return {"BLOCK_DIM": block_dim, "STAYING": 32, "MOVING": moving, "num_warps": 8}
+
+
+@triton.jit
+def _seen_more(
+    q, keys, dim, is_dim, asking, at, pad, columns, key_column, scaling, maximum, total,
+    MOVING: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Return the maxima and sums of the queries' softmax, `MOVING` keys later."""
+    seen = at + tl.arange(0, MOVING)
+    k_at = keys + seen[None, :].to(tl.int64) * key_column + dim[:, None]
+    k = tl.load(k_at, mask=(seen < columns)[None, :] & is_dim[:, None] if MASKED else is_dim[:, None], other=0.0)
+    logits = tl.dot(q, k, input_precision="ieee") * scaling
+    if MASKED:
+        logits = tl.where((seen[None, :] <= asking[:, None]) & (seen >= pad)[None, :], logits, -1e30)
+    higher = tl.maximum(maximum, tl.max(logits, 1))
+    total = total * tl.exp2(maximum - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)
+    return higher, total
 
 
 @triton.jit
@@ -66,7 +85,8 @@ def _sum_rows(
     keys,  # (batch, kv_heads, columns, HEAD_DIM)
     padding,  # (batch, kv_heads)
     first,  # (batch,), the first query with a nonzero weight
-    log_sums,  # out: (batch, heads, columns), to base 2; undefined for queries of weight 0
+    weights,  # (batch, columns)
+    log_sums,  # out: (batch, heads, columns), to base 2, less the weight's logarithm: infinite where that is 0
     query_row,
     query_head,
     query_column,
@@ -89,6 +109,7 @@ def _sum_rows(
     start = tl.load(first + row).to(tl.int32)
     dim = tl.arange(0, BLOCK_DIM)
     is_dim = dim < HEAD_DIM
+    keys += row * key_row + kv_head * key_head
 
     asking = block * STAYING + tl.arange(0, STAYING)
     q_at = queries + row * query_row + head * query_head + asking[:, None].to(tl.int64) * query_column + dim
@@ -98,16 +119,41 @@ def _sum_rows(
     total = tl.zeros((STAYING,), tl.float32)
     end = tl.minimum(block * STAYING + STAYING, columns)
     end = tl.where(end > start, end, 0)
-    for at in range(pad // MOVING * MOVING, end, MOVING):
-        seen = at + tl.arange(0, MOVING)
-        k_at = keys + row * key_row + kv_head * key_head + seen.to(tl.int64) * key_column + dim[:, None]
-        k = tl.load(k_at, mask=(seen < columns) & is_dim[:, None], other=0.0)
-        logits = tl.dot(q, k, input_precision="ieee") * scaling
-        logits = tl.where((seen <= asking[:, None]) & (seen >= pad), logits, -1e30)
-        higher = tl.maximum(maximum, tl.max(logits, 1))
-        total = total * tl.exp2(maximum - higher) + tl.sum(tl.exp2(logits - higher[:, None]), 1)
-        maximum = higher
-    tl.store(log_sums + row_head * columns + asking, maximum + tl.log2(total), mask=asking < columns)
+    lowest = pad // MOVING * MOVING
+    # Without pads, every query of the block sees all keys before the block.
+    whole = tl.where(pad == 0, tl.minimum(block * STAYING, end), lowest)
+    for at in range(lowest, whole, MOVING):
+        maximum, total = _seen_more(
+            q, keys, dim, is_dim, asking, at, pad, columns, key_column, scaling, maximum, total, MOVING, False
+        )
+    for at in range(whole, end, MOVING):
+        maximum, total = _seen_more(
+            q, keys, dim, is_dim, asking, at, pad, columns, key_column, scaling, maximum, total, MOVING, True
+        )
+    weight = tl.load(weights + row * columns + asking, mask=asking < columns, other=0.0)
+    log_sum = tl.where(weight > 0, maximum + tl.log2(total) - tl.log2(weight), float("inf"))
+    tl.store(log_sums + row_head * columns + asking, log_sum, mask=asking < columns)
+
+
+@triton.jit
+def _asked_more(
+    k, queries, log_sums, dim, is_dim, seen, at, pad, columns, query_column, scaling, total,
+    MOVING: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of the keys, not yet added over `MOVING` places, after as many queries."""
+    asking = at + tl.arange(0, MOVING)
+    is_query = asking < columns
+    q_at = queries + asking[None, :].to(tl.int64) * query_column + dim[:, None]
+    if MASKED:
+        q = tl.load(q_at, mask=is_query[None, :] & is_dim[:, None], other=0.0)
+        log_sum = tl.load(log_sums + asking, mask=is_query, other=float("inf"))
+    else:
+        q = tl.load(q_at, mask=is_dim[:, None], other=0.0)
+        log_sum = tl.load(log_sums + asking)
+    share = tl.exp2(tl.dot(k, q, input_precision="ieee") * scaling - log_sum[None, :])
+    if MASKED:
+        share = tl.where((seen[:, None] <= asking[None, :]) & (seen >= pad)[:, None], share, 0.0)
+    return total + share
 
 
 @triton.jit
@@ -116,7 +162,6 @@ def _sum_columns(
     keys,  # (batch, kv_heads, columns, HEAD_DIM)
     padding,  # (batch, kv_heads)
     first,  # (batch,), the first query with a nonzero weight
-    weights,  # (batch, columns)
     log_sums,  # (batch, heads, columns)
     sums,  # out: (batch, heads, columns)
     query_row,
@@ -141,20 +186,28 @@ def _sum_columns(
     start = tl.load(first + row).to(tl.int32)
     dim = tl.arange(0, BLOCK_DIM)
     is_dim = dim < HEAD_DIM
+    queries += row * query_row + head * query_head
+    log_sums += row_head * columns
 
     seen = block * STAYING + tl.arange(0, STAYING)
-    k_at = keys + row * key_row + kv_head * key_head + seen.to(tl.int64) * key_column + dim[:, None]
-    k = tl.load(k_at, mask=(seen < columns) & is_dim[:, None], other=0.0)
-    total = tl.zeros((STAYING,), tl.float32)
-    start = tl.maximum(tl.maximum(start, pad), block * STAYING)  # the first query that may see a key of the block
-    for at in range(start // MOVING * MOVING, columns, MOVING):
-        asking = at + tl.arange(0, MOVING)
-        is_query = asking < columns
-        q_at = queries + row * query_row + head * query_head + asking[:, None].to(tl.int64) * query_column + dim
-        q = tl.load(q_at, mask=is_query[:, None] & is_dim, other=0.0)
-        log_sum = tl.load(log_sums + row_head * columns + asking, mask=is_query, other=0.0)
-        weight = tl.load(weights + row * columns + asking, mask=is_query, other=0.0)
-        share = tl.exp2(tl.dot(q, k, input_precision="ieee") * scaling - log_sum[:, None]) * weight[:, None]
-        sees = (seen <= asking[:, None]) & (seen >= pad) & (weight > 0)[:, None]
-        total += tl.sum(tl.where(sees, share, 0.0), 0)
-    tl.store(sums + row_head * columns + seen, total, mask=seen < columns)
+    k_at = keys + row * key_row + kv_head * key_head + seen[:, None].to(tl.int64) * key_column + dim
+    k = tl.load(k_at, mask=(seen < columns)[:, None] & is_dim, other=0.0)
+    total = tl.zeros((STAYING, MOVING), tl.float32)
+    start = tl.maximum(tl.maximum(start, pad), block * STAYING) // MOVING * MOVING  # of the queries that may see a key
+    # Behind the keys' own block, and that of the first query, every query sees every key.
+    whole = tl.minimum(tl.maximum(start + MOVING, block * STAYING + STAYING), columns)
+    end = tl.maximum(whole, columns // MOVING * MOVING)
+    for at in range(start, whole, MOVING):
+        total = _asked_more(
+            k, queries, log_sums, dim, is_dim, seen, at, pad, columns, query_column, scaling, total, MOVING, True
+        )
+    for at in range(whole, end, MOVING):
+        total = _asked_more(
+            k, queries, log_sums, dim, is_dim, seen, at, pad, columns, query_column, scaling, total, MOVING, False
+        )
+    for at in range(end, columns, MOVING):
+        total = _asked_more(
+            k, queries, log_sums, dim, is_dim, seen, at, pad, columns, query_column, scaling, total, MOVING, True
+        )
+    share = tl.where(seen >= pad, tl.sum(total, 1), 0.0)
+    tl.store(sums + row_head * columns + seen, share, mask=seen < columns)

@@ -21,6 +21,17 @@ def pad_columns(padding: torch.Tensor, columns: int) -> torch.Tensor:
     return torch.arange(columns, device=padding.device) < padding[..., None]
 
 
+def products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return queries (batch, kv_heads, queries, head_dim) times keys, (batch, kv_heads, queries, keys) in fp32.
+
+    On CUDA, tensor cores multiply 16-bit numbers: the products are exact and their sums in fp32, as in the other case,
+    but no copy of the keys in fp32 is made."""
+    if keys.device.type == "cuda" and keys.dtype.itemsize == 2 and queries.dtype == keys.dtype:
+        found = torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), out_dtype=torch.float32)
+        return found.unflatten(0, keys.shape[:2])
+    return queries.float() @ keys.float().transpose(2, 3)
+
+
 def window_logits(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -46,9 +57,8 @@ def window_logits(
     batch, kv_heads, columns, head_dim = keys.shape
     window = min(window, queries.shape[2])
     groups = queries.shape[1] // kv_heads
-    recent = queries[:, :, -window:].float().reshape(batch, kv_heads, groups * window, head_dim)
-    logits = recent @ keys.float().transpose(2, 3) * scaling
-    logits = logits.view(batch, kv_heads, groups, window, columns)
+    recent = queries[:, :, -window:].reshape(batch, kv_heads, groups * window, head_dim)
+    logits = products(recent, keys).mul_(scaling).view(batch, kv_heads, groups, window, columns)
     if key_columns is None:  # the last `window` columns are causal; all columns before them are visible
         future = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
         logits[..., -window:].masked_fill_(future, float("-inf"))

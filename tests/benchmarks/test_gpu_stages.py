@@ -144,7 +144,7 @@ def test_a_cell_of_a_device_runs_on_a_pretended_one_with_the_named_packages_alon
     words = ["cuda" if word == "cpu" else word for word in words]
     if name == "accuracy":
         words[words.index("--questions") + 1] = "2"
-    known = {**os.environ, **environment_of(False), "OMP_NUM_THREADS": "1", "PRETENDED_EVERY": "60"}
+    known = {**os.environ, **environment_of(False, one.kind), "OMP_NUM_THREADS": "1", "PRETENDED_EVERY": "60"}
     rehearsal = [sys.executable, "-m", "tests.gpu.rehearse", *words[1:]]
     done = subprocess.run(rehearsal, env=known, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -33,7 +33,10 @@ def on(device: torch.device, family: str, dtype: torch.dtype = torch.float32) ->
     """A model of its own, and a padded batch of two rows, of which the first has an image where the model sees."""
     made = (FAMILIES | MORE_FAMILIES)[family]
     model = copy.deepcopy(made.build()).to(device, dtype)
-    inputs = made.inputs(model, [60, 33], [1, 0] if made.is_vlm else None)
+    # Mllama reads an empty image for a row without one, and what attention gives where every key is masked depends on
+    # the device.
+    images = [1, int(made.image_format == "mllama")] if made.is_vlm else None
+    inputs = made.inputs(model, [60, 33], images)
     return model, {name: part.to(dtype) if part.is_floating_point() else part for name, part in inputs.items()}
 
 

@@ -98,6 +98,8 @@ KINDS += [{"cache_implementation": "quantized", "kv_backend": backend} for backe
 
 @pytest.mark.parametrize("options", KINDS, ids=named)
 def test_a_cache_from_a_file_goes_on_as_the_one_that_was_saved(device, options, tmp_path):
+    if options.get("kv_backend") == "hqq":
+        pytest.importorskip("hqq")
     model, inputs = on(device, "qwen2-vl")
     with kvcompress.compress(model, "adakv", 0.3, max_new_tokens=40, **options) as session:
         tokens, _ = generate(model, inputs, 6, disable_compile=True)

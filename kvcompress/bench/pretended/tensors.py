@@ -220,6 +220,8 @@ def _computed(name: str, func: Any, args: tuple, kwargs: dict, to_cuda: bool) ->
     args, kwargs = mapped(inner_of, (args, kwargs))
     if name == "_softmax" and args[2]:  # the CPU cannot convert on the way
         return func(args[0].float(), args[1], False)
+    if name == "bmm" and func._overloadname == "dtype":  # not on the CPU
+        return args[0].to(args[2]).bmm(args[1].to(args[2]))
     if name == "histc" and not args[0].is_floating_point():
         return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
     result = func(*args, **kwargs)

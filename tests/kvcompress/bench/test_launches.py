@@ -125,12 +125,25 @@ def test_a_step_of_requests_in_flight_waits_once(counted):
     assert all(min(steps) == 1 for steps in counted[1].values())
 
 
-def test_what_the_profiler_finds_is_counted_in_the_same_columns():
-    def event(name: str, device: DeviceType) -> SimpleNamespace:
-        return SimpleNamespace(name=name, device_type=device)
+def test_what_the_profiler_finds_is_counted_in_the_same_columns_pass_by_pass():
+    def event(name: str, device: DeviceType, start: int, end: int) -> SimpleNamespace:
+        return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(start=start, end=end))
 
-    counts = Counts()
-    kernels = [event("gemm", DeviceType.CUDA), event("gemm", DeviceType.CUDA), event("Memcpy HtoD", DeviceType.CUDA)]
-    calls = ["cudaLaunchKernel", "cudaStreamSynchronize", "cudaDeviceSynchronize"]  # the last is the profiler's own
-    add_events(counts, [*kernels, *(event(name, DeviceType.CPU) for name in calls)])
-    assert (counts.kernels, counts.waits) == (2, 1)
+    host, device = DeviceType.CPU, DeviceType.CUDA
+    events = [
+        event("kvcompress pass 0", host, 0, 100),
+        event("kvcompress pass 0", device, 5, 95),  # the profiler's copy, over the kernels
+        *(event("cudaLaunchKernel", host, at, at + 1) for at in (1, 2)),
+        *(event("gemm", device, at, at + 5) for at in (10, 20)),
+        event("Memcpy HtoD", device, 30, 31),
+        event("cudaStreamSynchronize", host, 40, 50),
+        event("cudaDeviceSynchronize", host, 90, 99),  # our own
+        event("cudaDeviceSynchronize", host, 100, 101),  # between passes
+        event("kvcompress pass 1", host, 110, 200),
+        event("gemm", device, 120, 125),
+        event("cudaDeviceSynchronize", host, 190, 199),
+    ]
+    passes = [Counts(), Counts()]
+    add_events(passes, events)
+    assert [(counts.kernels, counts.waits) for counts in passes] == [(2, 1), (1, 0)]
+    assert passes[0].waits_at["cudaDeviceSynchronize"] == 0
