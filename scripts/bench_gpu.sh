@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Benchmark on a machine with a CUDA device, in three stages of less than 8 minutes each (for an H200; not yet tried):
+# Benchmark on a machine with a CUDA device, in three stages of less than 8 minutes each:
 #   ./scripts/bench_gpu.sh --stage 1            correctness
 #   ./scripts/bench_gpu.sh --stage 2            speed
 #   ./scripts/bench_gpu.sh --stage 3            benefits

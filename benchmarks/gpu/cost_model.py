@@ -129,7 +129,7 @@ def markdown() -> str:
         "# A decode step's cost, on paper",
         "",
         f"Milliseconds per step of {SHAPE}'s shape in 16 bits behind {CONTEXT:,} tokens, and times the limit, which is "
-        "to read all weights and entries once. **Nothing here was measured.** Assumed "
+        "to read all weights and entries once. Nothing here was measured; [h100.md](h100.md) has what was. Assumed "
         f"(`kvcompress/bench/cost.py`): {assumed}; bandwidth: {devices}. Kernels per layer: eager by "
         f"[launches.md](launches.md), {GRAPH_KERNELS} in a graph by Inductor's code "
         "(`tests/kvcompress/cache/test_static_graph.py`).",

@@ -1,7 +1,7 @@
 """What a decode step costs on a GPU: the bytes that it must read and the kernels that it must launch.
 
-No number here was measured on a device; `Assumptions` lists everything that is assumed about kernels and devices.
-benchmarks/gpu/cost_model.py makes a table of it."""
+`Assumptions` lists everything that is assumed about kernels and devices. benchmarks/gpu/cost_model.py makes a table of
+it, and benchmarks/gpu/measured.py puts it beside what was measured."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +27,15 @@ class Assumptions:
     """Assumptions about kernels and devices.
 
     Attributes:
-        launch: seconds from one kernel of an eager step to the next, if the kernel is shorter.
+        launch: seconds from one kernel of an eager step to the next, if the kernel is shorter; as measured on an H100
+            (benchmarks/results/gpu/h100.md).
         launch_in_graph: the same in a CUDA graph.
         product_share: fraction of the bandwidth reached by a product of few rows with a matrix.
         block_bandwidth: bytes per second read by one thread block; a few of them do not saturate the device.
         rate_share: fraction of the specified memory rate reached by a kernel that only reads.
     """
 
-    launch: float = 5e-6
+    launch: float = 18e-6
     launch_in_graph: float = 2e-6
     product_share: float = 0.9
     block_bandwidth: float = 60e9

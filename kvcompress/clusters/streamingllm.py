@@ -23,7 +23,7 @@ def sinks_and_recent(keys: torch.Tensor, sinks: int, padding: torch.Tensor | Non
     if padding is not None:
         position, tokens = position - padding[..., None], tokens - padding[..., None]  # 0 at the first real token
     score = torch.where(position < sinks, 2 * tokens - position, position)
-    score[..., -1] = float("inf")
+    score[..., -1:] = float("inf")  # a slice: torch 2.11 waits for the device to set one number
     return score.expand(keys.shape[:3])
 
 

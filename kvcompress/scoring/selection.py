@@ -60,7 +60,7 @@ def sinks_first(scores: torch.Tensor, sinks: int, padding: torch.Tensor | None =
     if padding is not None:
         position = position - padding[..., None]
     rank = (position + 1).clamp(max=sinks + 1)
-    rank[..., -1] = 0
+    rank[..., -1:] = 0  # a slice: torch 2.11 waits for the device to set one number
     return torch.where(scores >= most, most * (1 - rank * STEP), scores)
 
 
