@@ -69,8 +69,8 @@ MUTATIONS = {
     ),
     "groups-mixed": Mutation(
         "scoring/windows.py",
-        "recent = queries[:, :, -window:].float().reshape(",
-        "recent = queries[:, :, -window:].float().unflatten(1, (groups, kv_heads)).transpose(1, 2).reshape(",
+        "recent = queries[:, :, -window:].reshape(",
+        "recent = queries[:, :, -window:].unflatten(1, (groups, kv_heads)).transpose(1, 2).reshape(",
         "query heads are grouped onto the wrong KV head",
         (CORE + "clusters/test_clusters.py",),
     ),
@@ -786,10 +786,8 @@ MUTATIONS = {
     ),
     "scores-in-bf16": Mutation(
         "scoring/windows.py",
-        "recent = queries[:, :, -window:].float().reshape(batch, kv_heads, groups * window, head_dim)\n"
-        "    logits = recent @ keys.float().transpose(2, 3) * scaling",
-        "recent = queries[:, :, -window:].reshape(batch, kv_heads, groups * window, head_dim)\n"
-        "    logits = recent @ keys.transpose(2, 3) * scaling",
+        "return queries.float() @ keys.float().transpose(2, 3)",
+        "return queries @ keys.transpose(2, 3)",
         "attention scores of bf16 states are rounded to bf16",
         (CORE + "clusters/test_clusters.py::test_scores_are_fp32_also_for_bf16_states",),
     ),

@@ -37,6 +37,7 @@ from tests.family_table import (
     kinds_of,
 )
 from tests.support import families
+from tests.support.examples import every_third
 from tests.support.families import FIRST_TEXT, IMAGE, MORE_FAMILIES, VIDEO, Family
 
 # The seven of FAMILIES have the property tests; here one method each for the others, all of it in the slow test. Where
@@ -52,7 +53,7 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize(("family", "kind", "method"), SOME)
+@pytest.mark.parametrize(("family", "kind", "method"), every_third(SOME))
 def test_identity_budget_bytes_and_masked_reference(family, kind, method):
     check(ALL_FAMILIES[family], kind, method)
 
@@ -81,15 +82,16 @@ def test_every_other_method_is_lossless_at_one_and_keeps_its_budget_everywhere(f
     check_other(ALL_FAMILIES[family], method)
 
 
-@pytest.mark.parametrize(
-    ("family", "extra"), [(name, extra) for name, family in ALL_FAMILIES.items() for extra in extras_of(family)]
-)
+EXTRAS = [(name, extra) for name, family in ALL_FAMILIES.items() for extra in extras_of(family)]
+
+
+@pytest.mark.parametrize(("family", "extra"), every_third(EXTRAS))
 def test_what_needs_full_attention_works_or_is_refused_in_one_line(family, extra):
     check_extra(ALL_FAMILIES[family], extra)
 
 
 # The last kind is the one with most in it: video, else images.
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", every_third(ALL_FAMILIES))
 def test_prompts_in_chunks_are_those_in_one_piece_and_keep_their_budget_or_are_refused(family):
     check_chunks(ALL_FAMILIES[family], chunked_kinds_of(ALL_FAMILIES[family])[-1])
 

@@ -34,3 +34,13 @@ def paired(*lists: Sequence) -> list[tuple]:
         return list(itertools.product(*lists))
     most = max(map(len, lists))
     return [tuple(each[i % len(each)] for each in lists) for i in range(most)]
+
+
+def every_third(cases: Iterable[str | tuple]) -> list:
+    """For `parametrize`: all cases, of which an ordinary run takes every third; the others are slow."""
+    found = []
+    for place, case in enumerate(cases):
+        is_slow = place % 3 > 0 and TIMES == 1
+        values = case if isinstance(case, tuple) else (case,)
+        found.append(pytest.param(*values, marks=pytest.mark.slow if is_slow else ()))
+    return found

@@ -274,6 +274,7 @@ SHORT = (
 )
 
 
+@pytest.mark.slow
 def test_training_on_mixtures_that_was_cut_after_every_step_ends_with_the_same_weights(tmp_path, tokenizer):
     def trainer(name):
         (tmp_path / name).mkdir(exist_ok=True)
@@ -334,6 +335,7 @@ def test_the_bundled_files_come_from_the_generator_and_stay_small():
     assert sum(file.stat().st_size for file in [*map(file_of, REGIMES), HEADLINE, COLOR]) < 12e6
 
 
+@pytest.mark.slow
 def test_a_bundled_text_with_its_picture_and_question_has_no_more_tokens_than_4096(tokenizer):
     prompts = read_prompts(file_of("needle"))
     for shown, ids in zip(prompts, tokenizer([shown.text for shown in prompts])["input_ids"], strict=True):

@@ -77,7 +77,7 @@ if find_spec("optimum"):  # pip install -e .[quantized]
 
 
 IN_FLIGHT = {cache: budget.in_flight for cache, budget in BUDGETS.items() if budget.in_flight is not None}
-EVERY_TIME = ("snapkv", "adakv", f"adakv{OFFLOADED}", f"snapkv{TURBOQUANT}", f"snapkv{EVICTING}", f"adakv{EVICTING}")
+EVERY_TIME = ("snapkv", f"adakv{OFFLOADED}", f"snapkv{TURBOQUANT}", f"adakv{EVICTING}")
 CACHES = [pytest.param(cache, marks=() if cache in EVERY_TIME else pytest.mark.slow) for cache in BUDGETS]
 
 

@@ -38,7 +38,7 @@ def drawn_options(data):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@examples(4)
+@examples(2)
 @given(data=st.data())
 def test_with_neither_part_it_decodes_as_the_full_cache_under_a_mask_that_hides_what_was_dropped(family, data):
     case = data.draw(cases(family, METHOD))
@@ -50,7 +50,7 @@ def test_with_neither_part_it_decodes_as_the_full_cache_under_a_mask_that_hides_
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@examples(4)
+@examples(2)
 @given(data=st.data())
 def test_storages_heads_and_batches_do_not_change_the_logits(family, data):
     case, asked = data.draw(cases(family, METHOD)), drawn_options(data)

@@ -151,9 +151,14 @@ def test_an_answer_is_that_of_generate_and_says_what_was_kept(server, client, in
     [
         ({"method": "adakv", "ratio": 0.3, "decode_budget": 40}, ["--kv-gb", "0.1", "--prefill-tokens", "64"]),
         ({"method": "kvzip", "ratio": 0.5}, ["--prefix-gb", "0.1"]),
-        ({"method": "fastv", "ratio": 0.5}, []),
-        ({"method": "streamingllm", "ratio": 0.1, "cache_implementation": "static"}, ["--slots", "2"]),
-        ({"method": "full", "ratio": 1.0}, ["--prefix-gb", "0.1", "--prefill-tokens", "64"]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ({"method": "fastv", "ratio": 0.5}, []),
+                ({"method": "streamingllm", "ratio": 0.1, "cache_implementation": "static"}, ["--slots", "2"]),
+                ({"method": "full", "ratio": 1.0}, ["--prefix-gb", "0.1", "--prefill-tokens", "64"]),
+            )
+        ),
     ],
 )
 def test_other_methods_and_flags_answer_as_alone(method, flags):

@@ -83,7 +83,7 @@ def rows(page, place=1):
     return page.locator(f"#rows-table tbody tr:not(.more) td:nth-child({place})").all_inner_texts()
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
+@pytest.mark.parametrize(("width", "scheme"), [pytest.param(1280, "light", marks=pytest.mark.slow), (400, "dark")])
 def test_the_page_works_in_a_browser(browser, page_file, data, width, scheme):
     page, said, asked = opened(browser, page_file, viewport={"width": width, "height": 900}, color_scheme=scheme)
 

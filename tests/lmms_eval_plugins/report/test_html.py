@@ -352,7 +352,7 @@ def picture(page, series):
     return page.evaluate(f"document.querySelector('[data-series={series}] canvas').toDataURL()")
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [1280, pytest.param(390, marks=pytest.mark.slow)])
 def test_the_page_works_in_a_browser(browser, report, width):
     page, said, asked = opened(browser, report / "report.html", viewport={"width": width, "height": 900})
     page.wait_for_selector("[data-series=snapkv] canvas")
