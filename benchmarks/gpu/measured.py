@@ -112,6 +112,8 @@ def markdown(folder: Path) -> str:
         "on paper: [cost_model.md](cost_model.md). An eager step is bound by launches, whatever the cache; on a host "
         f"that was less busy it took {first['median']:.1f} ms with DynamicCache.",
         *decode_steps(static),
+        "Inductor's code for the device had the predicted 14 kernels per layer, so the compiled step is probably "
+        "slower than on paper because cuBLAS multiplies one row by a matrix at less than 0.9 of the bandwidth.",
         "## Launches and waits",
         "Kernels per layer and waits per pass, smollm2-135m's shape, 512 tokens, batch 1; counted by the profiler, and "
         "in brackets on the [pretended device](launches.md), where that says otherwise. The waits of `streamingllm` "
