@@ -1,5 +1,6 @@
 """Requests in flight: each gets the tokens that it gets alone, whatever the others are."""
 
+import gc
 import itertools
 import pkgutil
 
@@ -11,6 +12,7 @@ from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
 
 import kvcompress
 from kvcompress import KVCompressError, Request
+from kvcompress.hooks.resumed_prompt import ResumedPrompt
 from kvcompress.inflight import under_way
 from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, paired, some
@@ -389,3 +391,18 @@ def test_the_sessions_cache_stays_that_of_the_latest_prompt_and_generate_goes_on
         again = model.generate(**requests[0], max_new_tokens=5, do_sample=False)
         assert again[0, requests[0]["input_ids"].shape[1] :].tolist() == expected
         assert isinstance(session.cache, kvcompress.CompressedCache)
+
+
+def test_bytes_after_the_prompt_are_those_of_its_entries_and_what_read_it_is_gone():
+    model, requests = requests_of("qwen2", lengths=(140, 123))
+    config = model.config
+    heads = config.num_hidden_layers * config.num_key_value_heads
+    entry = 2 * 4 * config.hidden_size // config.num_attention_heads + 4  # bytes: key and value in fp32, position
+    evicting = {"decode_budget": 80, "decode_interval": 6}  # with room for six tokens
+    with kvcompress.compress(model, "streamingllm", budget=80, **evicting) as session:
+        asked = [Request(inputs, {"max_new_tokens": new}) for inputs, new in zip(requests, (5, 9), strict=True)]
+        run = session.generate_many(asked, 2, prefill_tokens=124, do_sample=False)
+        first = next(answers := iter(run))
+        assert not [each for each in gc.get_objects() if isinstance(each, ResumedPrompt)]  # while the other decodes
+        for answer in (first, *answers):
+            assert answer.kv_bytes_prompt == heads * 80 * entry
