@@ -35,7 +35,7 @@ from tests.support.fair import checked_choices
 from tests.support.families import FAMILIES
 from tests.support.in_flight import check_in_flight
 from tests.support.passages import PASSAGE, OneLetterPerToken, passage_of, with_passage
-from tests.support.strategies import METHODS, OPTIONS
+from tests.support.strategies import METHODS, OPTIONS, TIED
 
 NEW = 6
 TOLERANCE = 2e-4
@@ -176,8 +176,7 @@ def check(config: dict[str, Any]) -> None:
     # Equal tokens have equal key norms (knorm, cur) and, in the first layer, values (infinipot-v, vnorm) and keys
     # before RoPE (leverage); two keys are equally like their mean (keydiff, compactor): in a batch rounding may decide
     # otherwise.
-    ties = {"knorm", "vnorm", "keydiff", "cur", "infinipot-v", "leverage", "compactor"}
-    if ties & {config["method"], config["options"].get("scorer")} or not exact:
+    if TIED & {config["method"], config["options"].get("scorer")} or not exact:
         return
     for row, length in enumerate(inputs["attention_mask"].sum(1).tolist()):
         if len(config["lengths"]) == 1:

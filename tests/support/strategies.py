@@ -29,6 +29,7 @@ METHODS = sorted(filter(None, os.environ.get("METHODS", "").split(","))) or sort
 # measured budgets, merging, queries before RoPE, a second pass. For tests of what is the same for every method.
 SOME_METHODS = ["adakv", "d2o", "expected-attention", "full", "h2o", "kvzip", "pyramidkv", "snapkv", "streamingllm"]
 SOME_METHODS += ["vl-cache"]
+TIED = {"compactor", "cur", "infinipot-v", "keydiff", "knorm", "leverage", "vnorm"}  # rounding decides between keys
 OPTIONS: dict[str, dict[str, list]] = {
     "adakv": {
         "window_size": [1, 8, 32],
