@@ -37,7 +37,7 @@ def main(arguments: list[str], kinds: dict[str, Callable[[], list[str]]] = KINDS
     lines, word = kinds[given.kind](), given.word or ""
     found = [line for line in lines if word.lower() in line.lower()]
     if not found:
-        raise KVCompressError(f"none of {len(lines)} {given.kind} has {word!r} in its line")
+        raise KVCompressError(f"no line of {len(lines)} {given.kind} contains {word!r}")
     print("\n".join(found))
 
 

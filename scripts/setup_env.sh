@@ -54,6 +54,12 @@ _install() { # ENVIRONMENT IS_OURS EXTRAS...
     # The stamp contains the path, because an editable install points at one checkout.
     local wanted extra extras="" missing="" constraints=""
     wanted="$ROOT $(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum)"
+    local other # the checkout that the environment has
+    other="$(sed '1s/ [0-9]* [0-9]*$//; q' "$stamp" 2>/dev/null || true)"
+    if [ "$is_ours" != yes ] && [ -n "$other" ] && [ "$other" != "$ROOT" ] && [ -d "$other/kvcompress" ]; then
+        echo "error: the active environment $environment has kvcompress of $other: deactivate it, or activate another" >&2
+        exit 1
+    fi
     for extra in "$@" $(tail -n +2 "$stamp" 2>/dev/null); do
         case ",$extras," in *",$extra,"*) continue ;; esac
         extras="$extras${extras:+,}$extra"

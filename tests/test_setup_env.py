@@ -171,3 +171,16 @@ def test_an_active_environment_of_another_python_is_one_clear_line(checkout, tmp
     result = source(checkout, VIRTUAL_ENV=str(tmp_path / "active"))
     assert result.returncode == 1
     assert result.stderr == "error: the active environment has Python 3.9, but Python 3.10 or later is needed\n"
+
+
+def test_an_active_environment_of_another_checkout_is_one_clear_line_while_that_is_there(checkout, tmp_path):
+    active, other = tmp_path / "active", tmp_path / "an other"
+    fake_python(active / "bin" / "python", tmp_path / "log")
+    (other / "kvcompress").mkdir(parents=True)
+    (active / ".kvcompress-installed").write_text(f"{other} 123 45\neval\n")
+    result = source(checkout, VIRTUAL_ENV=str(active))
+    assert result.returncode == 1
+    said = f"error: the active environment {active} has kvcompress of {other}: deactivate it, or activate another\n"
+    assert result.stderr == said
+    (other / "kvcompress").rmdir()
+    assert source(checkout, VIRTUAL_ENV=str(active)).returncode == 0

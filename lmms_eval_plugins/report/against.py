@@ -106,15 +106,21 @@ def columns(tests: pd.DataFrame, margin: float, has_power: bool = False) -> tupl
     return header, rows
 
 
-def explanation(tests: pd.DataFrame, margin: float, has_power: bool = False) -> str:
-    """Return the text under a table of `columns`."""
+def explanation(
+    tests: pd.DataFrame,
+    margin: float,
+    has_power: bool = False,
+    method: str = "the method",
+    reference: str = "the reference",
+) -> str:
+    """Return the text under a table of `columns`, in which `method` is held against `reference`."""
     known = tests[tests["clusters"].notna()]
     together = known[known["clusters"] < known["questions"]]
     text = (
         "In points, on the questions that both answered. p (Holm): corrected for all rows of the table. "
-        f"Not worse by {margin:g}: whether the interval lies above -{margin:g}. Broken: right with the reference, "
-        "wrong with the method; mended: the other way round. "
-        "Tokens/answer: mean; in brackets the reference's."
+        f"Not worse by {margin:g}: whether the interval lies above -{margin:g}. Broken: right with {reference}, "
+        f"wrong with {method}; mended: the other way round. "
+        f"Tokens/answer: mean; in brackets that of {reference}."
     )
     if len(together):
         text += f" Questions about the same belong together: {together['clusters'].min():.0f} clusters."

@@ -106,7 +106,7 @@ def _cells_table(group: pd.DataFrame, width: int) -> Table:
 
 def _curves_table(lines: pd.DataFrame, width: int) -> Table:
     first = lines.iloc[0]
-    within = f"within {first['points']:g} points"
+    within = f"within {first['points']:g} point{'s' if first['points'] != 1 else ''}"
     header, rows = ["method", "area", f"smallest share {within}", f"answers/s {within}", "its tokens/answer"], []
     for row in lines.itertuples():
         speed = _number(row.answers_per_s) + f" (full {_number(row.full_answers_per_s)})"
@@ -136,7 +136,11 @@ def _tests_table(rows: pd.DataFrame, title: str, names: list[str], flags: argpar
     titles = {"series": "method", "a": "A", "b": "B"}
     header = [*(titles.get(name, name) for name in names), *header]
     cells = [[*of_row, *more] for of_row, more in zip(rows[names].to_numpy().tolist(), cells, strict=True)]
-    caption, droppable = explanation(rows, flags.margin, flags.power), ("questions", "mended", "p", "tokens/answer")
+    sides = ("A", "B") if "b" in names else ()
+    caption, droppable = (
+        explanation(rows, flags.margin, flags.power, *sides),
+        ("questions", "mended", "p", "tokens/answer"),
+    )
     return fitted(width, header, cells, title, caption, names.index(names[-2]), droppable, ELSEWHERE)
 
 

@@ -43,7 +43,7 @@ def paired_test(a: Numbers, b: Numbers, clusters: Sequence | None = None) -> Com
 
     Interval and p-value are those of a t-test on the differences with clustered standard errors; with a cluster per
     question, the paired t-test. Where at most FEW clusters changed, the p-value is exact, over all flips of their
-    signs, and the interval is `_of_few`, which has a width even if nothing changed.
+    signs, and the interval is `_of_few`, which has a width even if nothing changed. So it is where all changed alike.
 
     Args:
         a, b: scores of the questions, in the same order, (questions,).
@@ -59,14 +59,16 @@ def paired_test(a: Numbers, b: Numbers, clusters: Sequence | None = None) -> Com
     most = max(1.0, float(np.ptp(scores)), float(np.abs(scores).max()))  # by which a question's score can differ
     of_cluster = pd.Series(a - b).groupby(codes).agg(["sum", "size"])
     changed = of_cluster["sum"][of_cluster["sum"].abs() > 1e-12].to_numpy()
-    if len(changed) > FEW:
+    if len(changed) > FEW and np.ptp(a - b) > 1e-12:
         low, high, p_value = _clustered(a - b, codes)
-    else:
+    else:  # also where every question changed alike, which has no standard error
         largest = most * len(of_cluster) * of_cluster["size"].max() / len(a)
         are_shares = len(of_cluster) == len(a) and set(scores) <= {0.0, 1.0}
         low, high = _of_few(changed, len(of_cluster), largest, are_shares)
         p_value = 1.0
-        if len(changed) > 1:
+        if len(changed) > FEW:
+            p_value = binomtest(int((changed > 0).sum()), len(changed)).pvalue
+        elif len(changed) > 1:
             p_value = permutation_test((changed,), np.sum, permutation_type="samples", n_resamples=np.inf).pvalue
     deviation = (high - low) / 2 / 1.96 * math.sqrt(len(a))
     ends = max(low, -most), min(high, most)
@@ -151,7 +153,7 @@ def power_line(task: str, questions: int, points: float = 2.0) -> str:
     """Say before a run what a paired test on this many questions will find, and what `points` need."""
     deviation = 100 * math.sqrt(CHANGED)
     return (
-        f"{task}: {questions} questions show a difference of {least_difference(questions, deviation):.1f} points "
+        f"{task}: {questions} questions can detect a difference of {least_difference(questions, deviation):.1f} points "
         f"(p < {ALPHA:g}, power {POWER:.0%}, if a tenth of the answers change); {points:g} points need "
         f"{questions_needed(points, deviation)}"
     )

@@ -31,7 +31,7 @@ def read_examples(file: Path) -> list[Example]:
     for row in pq.read_table(file).to_pylist():
         image = Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB")
         question = Question(row["image_classes"][0], row["question"], row["answers"][0])
-        examples.append(Example(np.asarray(image), question))
+        examples.append(Example(np.array(image), question))
     return examples
 
 

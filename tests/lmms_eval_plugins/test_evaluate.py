@@ -337,7 +337,7 @@ def test_interruption_ends_the_thread_that_prepares(monkeypatch, capsys):
 def test_a_log_says_what_is_measured_and_how_far_it_is(tmp_path, monkeypatch, capsys):
     assert evaluate.main([*FOUR[:2], "full,snapkv", "0.2", "window_size=8", "--limit", "2", "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
-    assert "tiny_textvqa: 2 questions show a difference of 62.6 points" in out.partition("measuring ")[0]
+    assert "tiny_textvqa: 2 questions can detect a difference of 62.6 points" in out.partition("measuring ")[0]
     line = next(line for line in out.splitlines() if line.startswith("measuring "))
     assert line.startswith("measuring tiny_textvqa with tiny: 2 cells of 2 questions; device=cpu (")
     for part in ("dtype=float32", "attn_implementation=sdpa", "batch_size=1", "limit=2"):

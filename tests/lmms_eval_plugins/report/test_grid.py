@@ -129,7 +129,7 @@ def test_compare_pairs_the_questions_at_each_common_ratio(grid, capsys):
 def test_tables_show_the_numbers(grid, capsys):
     code, text, _ = command(capsys, *grid, "--compare", "knorm", "full")
     assert code == 0
-    for words in ("OP", "95 % interval", "smallest share within 1 points", "75.0 %", "4.00x", "-50.0"):
+    for words in ("OP", "95 % interval", "smallest share within 1 point ", "75.0 %", "4.00x", "-50.0"):
         assert words in text
 
 

@@ -58,6 +58,14 @@ def test_where_few_answers_turned_the_p_value_is_that_of_the_sign_test(lost):
     assert (found.high < 0) == (found.p_value < 0.025)
 
 
+@pytest.mark.parametrize("questions", [9, 10, 11, 32, 500])
+def test_where_every_answer_turned_the_interval_has_a_width(questions):
+    found = paired_test(np.zeros(questions), np.ones(questions))
+    assert found.difference == found.low == -1
+    assert found.p_value == pytest.approx(2**-questions * 2)
+    assert -1 < found.high < -1 + 16 / questions
+
+
 def test_equal_answers_to_few_questions_do_not_show_that_methods_are_equal():
     for questions in (10, 100, 1000):
         found = paired_test(np.ones(questions), np.ones(questions))
@@ -119,8 +127,8 @@ def test_power_is_lmms_evals():
     assert questions_needed(0.02, 0.5) == expected["min_n"]
     assert least_difference(250, 0.5) == pytest.approx(expected["min_detectable_effect"], abs=1e-4)
     assert power_line("t", 250) == (
-        "t: 250 questions show a difference of 5.6 points (p < 0.05, power 80%, if a tenth of the answers change); "
-        "2 points need 1963"
+        "t: 250 questions can detect a difference of 5.6 points (p < 0.05, power 80%, if a tenth of the answers "
+        "change); 2 points need 1963"
     )
 
 
