@@ -50,6 +50,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"prog": called(command), "allow_abbrev": False, **settings})
         self.add_argument("--version", action="version", version=f"kvcompress {__version__}")
 
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+        if settings.get("nargs") == "*" and not names[0].startswith("-"):
+            settings.setdefault("default", [])  # else argparse lists it among what is required and missing
+        return super().add_argument(*names, **settings)
+
     def error(self, message: str) -> NoReturn:
         if (flag := message.removeprefix("unrecognized arguments: ").split()[0]).startswith("-"):
             message = f"unknown flag {shown(flag)}{nearest(flag, self._option_string_actions)}"

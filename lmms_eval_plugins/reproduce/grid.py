@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 
 from kvcompress.command_line import called
@@ -57,12 +58,15 @@ def reproduce(flags: argparse.Namespace, extra: list[str]) -> int:
 def listing(
     cells: list[PlannedCell], run_of: dict[tuple[str, ...], Run], reasons: dict[tuple[str, ...], str | None]
 ) -> Iterator[str]:
-    """Yield the lines of `--dry-run`."""
-    for cell in cells:
-        yield f"{', '.join(cell.key)}: {state(cell, run_of.get(cell.key), reasons[cell.key])}"
+    """Yield the lines of `--dry-run`: the cells, the commands, and how many cells are in which state."""
+    states = {cell.key: state(cell, run_of.get(cell.key), reasons[cell.key]) for cell in cells}
+    for key, what in states.items():
+        yield f"{', '.join(key)}: {what}"
     for run in {id(run): run for run in run_of.values()}.values():
-        if reasons[run.cells[0].key] is None:
-            yield f"{called('eval')} {shlex.join(run.argv)}"
+        reason = reasons[run.cells[0].key]
+        yield f"{called('eval')} {shlex.join(run.argv)}" + (f"  # not here: {reason}" if reason else "")
+    counts = Counter(states.values()).most_common()
+    yield f"{len(cells)} cells: " + "; ".join(f"{count} {what}" for what, count in counts)
 
 
 def state(cell: PlannedCell, run: Run | None, reason: str | None) -> str:
