@@ -310,7 +310,7 @@ def test_lists_of_tasks_methods_and_models(capsys):
         ([], "the following arguments are required: kind"),
         (["taks"], "invalid choice: 'taks' (choose from "),
         (["tasks", "a", "b"], "unrecognized arguments: b"),
-        (["methods", "no such method"], "none of "),
+        (["methods", "no such method"], "no line of "),
     ],
 )
 def test_a_list_that_there_is_not_is_one_line(argv, message, capsys):
