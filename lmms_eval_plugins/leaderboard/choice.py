@@ -68,9 +68,12 @@ def choose(
     first, full = codes % 2 == 0, np.asarray(full, float)
     if len(methods) < FEWEST_METHODS or min(first.sum(), (~first).sum()) < FEWEST_QUESTIONS:
         return None
+    # Of methods that are equal at a ratio, the one that is best over all ratios.
+    overall = {name: np.mean([own[first].mean() for key, own in tried.items() if key[0] == name]) for name in methods}
     chosen = None
     for ratio in sorted({ratio for _, ratio in tried}, reverse=True):
-        method = max((key for key in tried if key[1] == ratio), key=lambda key: (tried[key][first].mean(), key))[0]
+        at_ratio = (key for key in tried if key[1] == ratio)
+        method = max(at_ratio, key=lambda key: (tried[key][first].mean(), overall[key[0]], key))[0]
         found = paired_test(tried[method, ratio][~first], full[~first], codes[~first])
         points = (100 * value for value in (found.difference, found.low, found.high))
         tested = Choice(method, ratio, *points, found.questions, len(methods))
