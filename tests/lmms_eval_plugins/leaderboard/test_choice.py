@@ -112,3 +112,9 @@ def test_a_damaged_file_of_tables_is_one_line(tmp_path, capsys, change, message)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: tables.json is no file of tables: ")
     assert message in line
+
+
+def test_of_methods_equal_at_a_ratio_the_one_that_is_best_over_all_is_chosen():
+    right, wrong = np.ones(100), np.zeros(100)
+    scores = {(f"m{i}", ratio): right if ratio == 0.5 or i == 0 else wrong for i in range(9) for ratio in (0.5, 0.2)}
+    assert choose(scores, right).method == "m0"
