@@ -231,8 +231,8 @@ MUTATIONS = {
     ),
     "turboquant-visible": Mutation(
         "cache/storage/turboquant.py",
-        "return packed_decode(query, *self.inner.segments(), pads, self.codecs, scaling)",
-        "return packed_decode(query, *self.inner.segments(), None, self.codecs, scaling)",
+        "return packed_decode(query, *self.inner.segments(), pads, self.codecs, scaling, self.inner.behind)",
+        "return packed_decode(query, *self.inner.segments(), None, self.codecs, scaling, self.inner.behind)",
         "a step attends to unused slots",
         (CORE + "cache/test_turboquant.py::test_a_step_attends_to_what_reading_the_entries_gives",),
     ),
@@ -327,8 +327,8 @@ MUTATIONS = {
     # -- cache: storage and new tokens
     "segment-start": Mutation(
         "cache/storage/ragged.py",
-        "self.starts = self.ends - sizes",
-        "self.starts = self.ends - sizes + room",
+        "cumsum(0).view_as(sizes) - room - sizes",
+        "cumsum(0).view_as(sizes) - sizes",
         "a KV head's segment is looked for behind its place in ragged storage",
         (INVARIANTS + "::test_decoding_equals_the_full_cache_under_a_mask_that_hides_what_was_dropped",),
     ),

@@ -87,10 +87,10 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
         stored, book = ("*u8", "*fp32") if bits else (pointer, pointer)
         types = {"query": pointer, "output": pointer, "keys": stored, "values": stored, "scaling": "fp32"}
         types |= {"key_codebook": book, "value_codebook": book, "starts": "*i64", "lengths": "*i64"}
-        types |= {"new_keys": pointer, "new_values": pointer, "appended": "*i64"}
+        types |= {"new_keys": pointer, "new_values": pointer, "appended": "*i64", "behind": "i32"}
         types |= {"partial": "*fp32", "maxima": "*fp32", "sums": "*fp32"}
         sizes = {"KEY_DIM": head_dim, "VALUE_DIM": head_dim, "BLOCK_GROUPS": max(16, triton.next_power_of_2(GROUPS))}
-        fixed = {"BITS": bits, "APPENDS": appends, "GROUPS": GROUPS, **sizes, **blocks}
+        fixed = {"BITS": bits, "APPENDS": appends, "COUNTED": appends, "GROUPS": GROUPS, **sizes, **blocks}
         of = f", {bits} bits" if bits else ", with a new token" if appends else ""
         yield Kernel(f"_attend, {name}{of}", ragged_decode_triton._attend, types, fixed, options)
     types |= {"table": "*i64", "ends": "*i64", "recent_keys": pointer, "recent_values": pointer, "scale": pointer}

@@ -64,6 +64,7 @@ def packed_decode(
     visible: torch.Tensor | None,
     codecs: Codecs,
     scaling: float,
+    appended: int = 0,
 ) -> torch.Tensor:
     """Attention of one token over packed segments, for a device that `has_kernels`.
 
@@ -71,7 +72,10 @@ def packed_decode(
         visible: on a CPU, bool (batch, 1 or kv_heads, longest): False where nobody may look; None: all may be seen.
     """
     if query.device.type == "cpu":
+        lengths = lengths + appended
         return turboquant_cpu.decode_packed(query, keys, values, starts, lengths, longest, visible, codecs, scaling)
     from .ragged_decode_triton import ragged_decode_triton
 
-    return ragged_decode_triton(query, keys, values, starts, lengths, longest, scaling, codecs=codecs)
+    return ragged_decode_triton(
+        query, keys, values, starts, lengths, longest, scaling, codecs=codecs, appended=appended
+    )

@@ -21,6 +21,8 @@ def ragged_decode(
     longest: int,
     sizes: Callable[[], list[int]],
     scaling: float,
+    new: tuple[torch.Tensor, torch.Tensor] | None = None,
+    appended: int = 0,
 ) -> torch.Tensor:
     """Attend by the best way on the query's device.
 
@@ -31,14 +33,17 @@ def ragged_decode(
         starts, lengths: LongTensors (batch, kv_heads).
         longest: at least the length of the longest segment.
         sizes: called on a CPU: rows of the flat buffer, used and spare in turn, one pair per segment.
+        new: a token's keys and values, (batch, kv_heads, 1, head_dim), to write as the last entry of each segment; only
+            on CUDA with Triton.
+        appended: entries of every segment behind its `lengths`, the new token included.
     """
     if query.device.type == "cpu":
         return decode_by_segment(query, keys, values, sizes(), scaling)
     if query.device.type == "cuda" and has_triton():
         from .ragged_decode_triton import ragged_decode_triton
 
-        return ragged_decode_triton(query, keys, values, starts, lengths, longest, scaling)
-    return decode_gathered(query, keys, values, starts, lengths, longest, scaling)
+        return ragged_decode_triton(query, keys, values, starts, lengths, longest, scaling, new=new, appended=appended)
+    return decode_gathered(query, keys, values, starts, lengths + appended, longest, scaling)
 
 
 @cache

@@ -31,7 +31,8 @@ def ragged_decode_triton(
     scaling: float,
     splits: int | None = None,
     codecs: tuple[TurboQuant, TurboQuant] | None = None,
-    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    new: tuple[torch.Tensor, torch.Tensor] | None = None,
+    appended: torch.Tensor | int = 0,
 ) -> torch.Tensor:
     """Arguments and result as in ragged_decode.py; fp16, bf16 or fp32, sums in fp32.
 
@@ -39,8 +40,9 @@ def ragged_decode_triton(
         longest: the longest segment, in rows.
         splits: parts of each segment, a power of 2; None for as many as fill the device.
         codecs: of keys and values, where these are packed, uint8 (rows, nbytes): they are unpacked on the way.
-        new: keys and values of a token, and how many were appended with it, as in static_decode.py: they are written on
-            the way, not packed.
+        new: keys and values of a token, written on the way as the last entry of each segment; not packed.
+        appended: entries of every segment behind its `lengths`, the new one included; LongTensor (1,) if only the
+            device knows.
     """
     dims = keys.shape[1], values.shape[1]
     if codecs is not None:
@@ -56,7 +58,8 @@ def ragged_decode_triton(
     maxima = torch.empty(segments * groups, splits, device=query.device, dtype=torch.float32)
     sums = torch.empty_like(maxima)
     codebooks = (query, query) if codecs is None else (codec.codebook for codec in codecs)  # not read without bits
-    token = (query, query, starts) if new is None else (part.contiguous() for part in new)  # not read without a token
+    token = (query, query) if new is None else (part.contiguous() for part in new)  # not read without a token
+    is_counted = isinstance(appended, torch.Tensor)
     with torch.cuda.device_of(query):  # triton launches on the current device
         _attend[(segments, splits)](
             query,
@@ -66,12 +69,15 @@ def ragged_decode_triton(
             *token,
             starts,
             lengths,
+            appended if is_counted else starts,
+            0 if is_counted else appended,
             partial,
             maxima,
             sums,
             scaling,
             BITS=0 if codecs is None else codecs[0].bits,
             APPENDS=new is not None,
+            COUNTED=is_counted,
             GROUPS=groups,
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
@@ -141,7 +147,7 @@ def attended(q, k, v, is_entry, scaling, maximum, total, output):
     return higher, total * shrink + tl.sum(weights, 1), output
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["behind"])
 def _attend(
     query,  # (segments * GROUPS, KEY_DIM)
     keys,  # (rows, KEY_DIM), or packed
@@ -150,15 +156,17 @@ def _attend(
     value_codebook,
     new_keys,  # (segments, KEY_DIM), which are written behind the segments
     new_values,  # (segments, VALUE_DIM)
-    appended,  # (1,), entries of every segment behind its `lengths`, the new one included
     starts,  # (segments,)
     lengths,  # (segments,)
+    appended,  # (1,), more entries of every segment, the new one included
+    behind,  # the same, from the host
     partial,  # out: (segments * GROUPS, splits, VALUE_DIM), not yet divided by the sums
     maxima,  # out: (segments * GROUPS, splits)
     sums,  # out: (segments * GROUPS, splits)
     scaling,
     BITS: tl.constexpr,  # of a number; 0 for numbers that are not packed
     APPENDS: tl.constexpr,  # whether there is a new token
+    COUNTED: tl.constexpr,  # whether `appended` is given
     GROUPS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -168,9 +176,11 @@ def _attend(
     BLOCK_KEYS: tl.constexpr,
 ):
     segment, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    start, length = tl.load(starts + segment), tl.load(lengths + segment)
+    start, length = tl.load(starts + segment), tl.load(lengths + segment) + behind
+    if COUNTED:
+        length += tl.load(appended)
     if APPENDS:
-        length += tl.load(appended) - 1
+        length -= 1
     part = tl.cdiv(tl.cdiv(length, splits), BLOCK_KEYS) * BLOCK_KEYS
     first = split * part
     end = tl.minimum(first + part, length)

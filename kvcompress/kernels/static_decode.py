@@ -47,10 +47,8 @@ def _(query, new_keys, new_values, keys, values, starts, lengths, appended, long
     from .ragged_decode_triton import ragged_decode_triton
 
     keys, values = keys.flatten(0, -2), values.flatten(0, -2)
-    if new_keys is None:
-        return ragged_decode_triton(query, keys, values, starts, lengths + appended, longest, scaling)
-    new = new_keys, new_values, appended
-    return ragged_decode_triton(query, keys, values, starts, lengths, longest, scaling, new=new)
+    new = None if new_keys is None else (new_keys, new_values)
+    return ragged_decode_triton(query, keys, values, starts, lengths, longest, scaling, new=new, appended=appended)
 
 
 @static_decode.register_fake

@@ -1,7 +1,8 @@
 """`pytest -p tests.gpu.pretended -m gpu tests/gpu`: these tests as on a CUDA device, on one that is pretended, but for
 those of `LEFT_OUT`.
 
-`PRETENDED_EVERY=40` runs one of forty, of which `PRETENDED_FIRST` says where they begin.
+`PRETENDED_EVERY=40` runs one of forty, of which `PRETENDED_FIRST` says where they begin, and those that
+`PRETENDED_ALSO` names a part of.
 """
 
 import os
@@ -33,4 +34,8 @@ def pytest_unconfigure() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     can_run = [item for item in items if not any(part in item.name for part in LEFT_OUT)]
-    items[:] = can_run[int(os.environ.get("PRETENDED_FIRST", "0")) :: int(os.environ.get("PRETENDED_EVERY", "1"))]
+    first, step = int(os.environ.get("PRETENDED_FIRST", "0")), int(os.environ.get("PRETENDED_EVERY", "1"))
+    also = os.environ.get("PRETENDED_ALSO")
+    items[:] = [
+        item for at, item in enumerate(can_run) if at % step == first % step or (also is not None and also in item.name)
+    ]

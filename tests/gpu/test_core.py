@@ -1,5 +1,6 @@
 """Every way through the engine on a CUDA device: storages, graphs, flows, attention implementations."""
 
+import random
 import warnings
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 from transformers import Cache, DynamicCache
 
 import kvcompress
+from kvcompress.cache.storage.ragged import RaggedStorage
 from kvcompress.check.reference import generate
 from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.kernels.quantization import BITS
+from kvcompress.scoring.layer_view import Kept
 from tests.gpu.cases import DTYPES, NEW, STEPS, answered, check_as_on_the_cpu, entries_of, few, on
 from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES, MORE_FAMILIES
@@ -115,6 +118,47 @@ def test_a_cache_from_a_file_goes_on_as_the_one_that_was_saved(device, options, 
             with session.reuse(cache):
                 answers.append(generate(model, more, 5, past_key_values=cache, disable_compile=True)[1])
     assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ragged_entries_are_as_on_the_cpu_whatever_is_done_with_them(device, seed):
+    """On CUDA a token is written by the kernel that attends to it: not if entries are read, forked, selected, saved or
+    moved to more room before."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    rows, heads, most, dim = draw.randint(1, 3), draw.randint(1, 3), draw.randint(1, 40), 16
+    counts = torch.randint(1, most + 1, (rows, heads), generator=generator)
+    counts[0, 0] = most
+    keys, values = torch.randn(2, rows, heads, most, dim, generator=generator)
+    slots = torch.arange(most)
+    indices = slots.masked_fill(slots < most - counts[..., None], -1)
+    stored = []
+    for where in ("cpu", device):
+        kept = Kept(keys.to(where), values.to(where), indices.to(where), total=int(counts.sum()))
+        stored.append(RaggedStorage(kept, counts.to(where), counts.flatten().tolist(), room=2))
+    for change in draw.choices(["append", "append two", "fork", "select", "save", "read", "decode"], k=25):
+        batch, length = stored[0].starts.shape[0], stored[0].length
+        if change.startswith("append"):
+            new = torch.randn(2, batch, heads, 2 if "two" in change else 1, dim, generator=generator)
+            for each in stored:
+                each.append(*new.to(each.keys.device))
+        elif change == "decode":
+            query = torch.randn(batch, 2 * heads, 1, dim, generator=generator)
+            expected, output = (each.decode(query.to(each.keys.device), 0.3).cpu() for each in stored)
+            torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+        elif change == "fork":
+            stored = [each.fork() for each in stored]
+        elif change == "save":
+            stored = [RaggedStorage.of_state(each.state(), each.keys.device) for each in stored]
+        elif change == "select":
+            order = torch.tensor(draw.choices(range(batch), k=batch))
+            for each in stored:
+                each.select(order.to(each.keys.device))
+        else:
+            visible = stored[0].visible()
+            assert torch.equal(stored[1].visible().cpu(), visible)
+            for expected, found in zip(stored[0].read(), stored[1].read(), strict=True):
+                assert torch.equal(found.cpu()[visible], expected[visible])
+        assert stored[1].length == stored[0].length >= length
 
 
 @pytest.mark.parametrize("bits", BITS["turboquant"])

@@ -137,13 +137,14 @@ def check_static_triton(dtype: torch.dtype, device: str, count: int, splits: int
     from kvcompress.kernels.ragged_decode_triton import ragged_decode_triton
 
     def attend(query, new_keys, new_values, keys, values, starts, lengths, appended, longest, scaling):
-        new = None if new_keys is None else (new_keys, new_values, appended)
-        lengths = lengths if new else lengths + appended
-        buffers = keys.flatten(0, 2), values.flatten(0, 2)
-        return ragged_decode_triton(query, *buffers, starts, lengths, longest, scaling, splits, new=new)
+        new = None if new_keys is None else (new_keys, new_values)
+        appended = appended if on_device else int(appended)
+        segments = keys.flatten(0, 2), values.flatten(0, 2), starts, lengths
+        return ragged_decode_triton(query, *segments, longest, scaling, splits, new=new, appended=appended)
 
     draw = random.Random(0)
     for seed in range(count):
+        on_device = draw.random() < 0.5
         heads = draw.randint(1, 3), draw.randint(1, 3), draw.choice([1, 2, 7, 8, 20])
         shape = *heads, draw.choice([64, 80, 96, 128, 256]), draw.choice([1, 30, 200, 300])
         check_static(attend, static_case(*shape, dtype, seed, device))

@@ -16,6 +16,8 @@ class DenseStorage(Storage):
         room: new tokens to allocate room for; None: an eighth more.
     """
 
+    behind = 0  # `segments` counts appended tokens
+
     def __init__(self, keys, values, indices, pads, room: int | None):
         self.entries = self.length = keys.shape[2]
         self.indices = None if indices is None else indices.to(torch.int32)

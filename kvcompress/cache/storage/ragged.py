@@ -3,7 +3,7 @@
 import torch
 
 from ...device import Arriving
-from ...kernels.ragged_decode import ragged_decode
+from ...kernels.ragged_decode import has_triton, ragged_decode
 from ...scoring.layer_view import Kept
 from .base import Storage, lasting, spare
 
@@ -11,17 +11,22 @@ from .base import Storage, lasting, spare
 class RaggedStorage(Storage):
     """One flat buffer (entries, head_dim) for keys and one for values, with a segment per row and KV head.
 
-    Spare rows follow each segment. A decode step writes batch * kv_heads rows with one `index_copy_` and attends to the
-    segments in place.
+    Spare rows follow each segment. A decode step attends to the segments in place; on CUDA the same kernel writes the
+    new token, elsewhere one `index_copy_` has done so.
 
     Args:
         kept: right-aligned, with -1 in unused slots, and with `total`.
         counts: LongTensor (batch, kv_heads), entries in use.
         flat: the same as a list; None: copied from the device when the host needs it.
         room: as in `DenseStorage`.
+
+    Attributes:
+        starts, lengths: LongTensor (batch, kv_heads), each segment's first row, and its entries when it was placed.
+        behind: tokens appended to every segment since.
     """
 
     decodes_in_place = True
+    _new: tuple[torch.Tensor, torch.Tensor] | None = None  # a token that has not been written yet
 
     def __init__(self, kept: Kept, counts: torch.Tensor, flat: list[int] | None, room: int | None):
         self.entries = self.length = kept.indices.shape[2] if flat is None else max(flat)
@@ -37,8 +42,8 @@ class RaggedStorage(Storage):
 
     @property
     def sizes(self) -> torch.Tensor:
-        """Rows of each segment, from `starts` to `ends`: LongTensor (batch, kv_heads)."""
-        return self.ends - self.starts
+        """Rows in use of each segment: LongTensor (batch, kv_heads)."""
+        return self.lengths + self.behind
 
     @property
     def counts(self) -> torch.Tensor:
@@ -62,9 +67,8 @@ class RaggedStorage(Storage):
         """Write segments of these `sizes`, (entries in use, head_dim), each followed by `room` rows.
 
         `segment` holds each entry's segment."""
-        self.room = room
-        self.ends = (sizes.flatten() + room).cumsum(0).view_as(sizes) - room
-        self.starts = self.ends - sizes
+        self.room, self.lengths, self.behind = room, sizes, 0
+        self.starts = (sizes.flatten() + room).cumsum(0).view_as(sizes) - room - sizes
         rows = self._packed_rows(segment)
         capacity = len(keys) + room * sizes.numel()
         self.keys = lasting(keys.new_zeros, (capacity, keys.shape[1])).index_copy_(0, rows, keys)
@@ -77,61 +81,85 @@ class RaggedStorage(Storage):
         return torch.arange(len(segment), device=segment.device).add_(segment, alpha=self.room)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        new = keys.shape[2]
-        rows = self.claim(new)
-        if new > 1:
-            rows = (rows[:, None] + torch.arange(new, device=rows.device)).flatten()
+        self._write()
+        if keys.shape[2] == 1 and keys.device.type == "cuda" and has_triton():
+            self._grow_by(1)
+            self._new = keys.detach(), values.detach()
+        else:
+            self._put(keys, values, self.claim(keys.shape[2]))
+
+    def _write(self) -> None:
+        """Write the latest token, unless `decode` has done so."""
+        if self._new is not None:
+            new, self._new = self._new, None
+            self._put(*new, self._rows_of(self.behind - 1))
+
+    def _put(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write states (batch, kv_heads, new, head_dim), those of each segment from its row of `rows` on."""
+        if keys.shape[2] > 1:
+            rows = (rows[:, None] + torch.arange(keys.shape[2], device=rows.device)).flatten()
         self.keys.index_copy_(0, rows, keys.reshape(-1, keys.shape[3]))
         self.values.index_copy_(0, rows, values.reshape(-1, values.shape[3]))
 
     def claim(self, new: int) -> torch.Tensor:
         """As in `DenseStorage`."""
+        self._grow_by(new)
+        return self._rows_of(self.behind - new)
+
+    def _grow_by(self, new: int) -> None:
         if new > self.room:
-            self._grow(spare(self.length) + new)
-        rows = self.ends.flatten()
-        self.ends = self.ends + new  # not in place: forks share the tensor
+            self._place(self.sizes, *self._packed(), spare(self.length) + new)
+        self.behind += new
         self.appended += new
         self.length += new
         self.room -= new
-        return rows
 
-    def _grow(self, room: int) -> None:
-        self._place(self.sizes, *self._packed(), room)
+    def _rows_of(self, token: int) -> torch.Tensor:
+        """Return the row of one of the tokens `behind` in each segment: LongTensor (batch * kv_heads,)."""
+        return (self.starts + (self.lengths + token)).flatten()
 
     def _packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the segment, key and value of each entry in use: (entries in use,), and twice (entries in use,
         head_dim)."""
+        self._write()
         total = len(self.indices) + self.appended * self.starts.numel()
         segment = torch.repeat_interleave(self.sizes.flatten(), output_size=total)
         rows = self._packed_rows(segment)
         return segment, self.keys[rows], self.values[rows]
 
     def state(self) -> dict[str, object]:
-        _, keys, values = self._packed()
-        return {**super().state(), "_flat": self.flat, "keys": keys, "values": values}
+        _, keys, values = self._packed()  # writes the latest token
+        state = {**super().state(), "_flat": self.flat, "keys": keys, "values": values}
+        return {**state, "lengths": self.sizes, "behind": 0, "_new": None}
 
     @classmethod
     def of_state(cls, state: dict[str, object], device: torch.device) -> "RaggedStorage":
         made = super().of_state(state, device)
+        if "ends" in state:  # in files of earlier versions
+            made.lengths, made.behind = vars(made).pop("ends") - made.starts, 0
         segment = torch.repeat_interleave(made.sizes.flatten(), output_size=len(made.keys))
         made._place(made.sizes, segment, made.keys, made.values, made.room)
         return made
 
     def _rows(self) -> torch.Tensor:
         """Return the buffer row of each slot, (batch, kv_heads, length); it is less than `starts` for unused slots."""
-        return (self.ends - self.length)[..., None] + torch.arange(self.length, device=self.keys.device)
+        slots = torch.arange(self.behind - self.length, self.behind, device=self.keys.device)
+        return (self.starts + self.lengths)[..., None] + slots
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self._write()
         rows = self._rows().maximum(self.starts[..., None])  # an unused slot shows the segment's first entry
         rows.clamp_(max=len(self.keys) - 1)  # an empty segment without room may begin behind the buffer's end
         return self.keys[rows], self.values[rows]
 
     def segments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """As in `DenseStorage`."""
-        return self.keys, self.values, self.starts, self.sizes, self.length
+        """As in `DenseStorage`; lengths without the tokens `behind`."""
+        return self.keys, self.values, self.starts, self.lengths, self.length
 
     def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        return ragged_decode(query, *self.segments(), self._sizes, scaling)
+        """As `Storage.decode`; also writes a token that was just appended."""
+        new, self._new = self._new, None
+        return ragged_decode(query, *self.segments(), self._sizes, scaling, new, self.behind)
 
     def _sizes(self) -> list[int]:
         return [rows for length in self.flat for rows in (length + self.appended, self.room)]
@@ -155,6 +183,7 @@ class RaggedStorage(Storage):
         return columns.masked_fill_(slot < -counts[..., None], -1)
 
     def select(self, rows: torch.Tensor) -> None:
+        self._write()
         buffer_rows, used = self._rows()[rows], self.visible()[rows]
         kept = self._kept_columns()[rows]
         sizes = self.sizes[rows]
@@ -165,7 +194,7 @@ class RaggedStorage(Storage):
         self._place(sizes, segment, self.keys[packed], self.values[packed], self.room)
 
     def tensors(self) -> list[torch.Tensor]:
-        return [self.keys, self.values, self.indices, self.starts, self.ends]
+        return [self.keys, self.values, self.indices, self.starts, self.lengths]
 
     @property
     def room_nbytes(self) -> int:

@@ -38,7 +38,7 @@ class TurboQuantStorage(PackedStorage):
     def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
         pads = None if self.inner.decodes_in_place else self.inner.visible()  # segments have no unused slots
         if has_kernels(query.device) and (pads is None or query.device.type == "cpu"):
-            return packed_decode(query, *self.inner.segments(), pads, self.codecs, scaling)
+            return packed_decode(query, *self.inner.segments(), pads, self.codecs, scaling, self.inner.behind)
         return turboquant_decode(query, *self.inner.read(), self.inner.visible(), *self.codecs, scaling)
 
     def state(self) -> dict[str, object]:
