@@ -1,5 +1,6 @@
 """Tokens to learn from: their hidden states, and the scores that are to be predicted from these."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +116,11 @@ def shuffled(seed: int, step: int, total: int, batch: int, per_epoch: int) -> to
     epoch, place = divmod(step, per_epoch)
     draw = torch.Generator().manual_seed(seed * 100_003 + epoch)
     return torch.randperm(total, generator=draw)[place * batch : (place + 1) * batch]
+
+
+def drawn(draw: torch.Generator, inputs: int, *shape: int) -> torch.Tensor:
+    """Return weights as torch.nn.Linear with so many inputs begins with."""
+    return (torch.rand(shape, generator=draw) * 2 - 1) / math.sqrt(inputs)
 
 
 @torch.no_grad()
