@@ -36,12 +36,9 @@ def registered(monkeypatch):
     monkeypatch.setattr(__main__, "registered", lambda: EntryPoints([entry]))
 
 
-def test_a_registered_command_gets_its_arguments(registered, capsys):
+def test_a_registered_command_gets_its_arguments_and_its_error_is_one_line(registered, capsys):
     assert __main__.main(["hello", "you", "--there"]) == 0
     assert capsys.readouterr().out == "hello you --there\n"
-
-
-def test_its_error_is_one_line(registered, capsys):
     assert __main__.main(["hello"]) == 2
     assert capsys.readouterr().err == "error: hello whom?\n"
 
@@ -88,11 +85,6 @@ def test_a_reader_who_has_enough_ends_a_command_in_silence():
     listing.stdout.close()  # as `head` does
     assert listing.wait(60) == 141
     assert listing.stderr.read() == b""
-
-
-def test_without_a_shell_that_asks_nothing_is_completed(monkeypatch):
-    monkeypatch.delenv("_ARGCOMPLETE", raising=False)
-    assert __main__.complete() is None
 
 
 @pytest.mark.parametrize(
@@ -163,9 +155,6 @@ def test_methods_lists_those_with_the_word(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert 0 < len(lines) < len(kvcompress.list_methods())
     assert all("snapkv" in line.lower() for line in lines)
-
-
-def test_a_word_that_no_method_has_is_one_line(capsys):
     assert __main__.main(["list", "methods", "nonesuch"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
