@@ -71,7 +71,8 @@ def calibrate(
     with attach(model):
         for prompt in prompts:
             gathered, sizes = _read(inner, cluster, dict(prompt))
-            for key, part in cluster.of_prompt(_stacked(gathered)).items():
+            by_layer = {key: torch.stack([layer[key] for layer in gathered]) for key in gathered[0]}
+            for key, part in cluster.of_prompt(by_layer).items():
                 sums[key] = sums[key] + part if key in sums else part
             count, tokens = count + 1, tokens + prompt["input_ids"].shape[1]
     if not count:
@@ -118,8 +119,3 @@ def _read(
             "KV heads, head dimension); a calibration has one size"
         )
     return [gathered[place] for place in sorted(gathered)], sizes[0]
-
-
-def _stacked(gathered: list[Sums]) -> Sums:
-    """Stack each quantity over the layers: (layers, ...)."""
-    return {key: torch.stack([layer[key] for layer in gathered]) for key in gathered[0]}

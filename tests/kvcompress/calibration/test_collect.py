@@ -250,12 +250,7 @@ def test_a_model_is_untouched_by_a_calibration_also_after_an_exception():
 @pytest.mark.parametrize(
     ("method", "options", "count", "message"),
     [
-        (
-            "snapkv",
-            {},
-            1,
-            "method 'snapkv' is not calibrated; calibrated methods: adamixkv, duoattention, ",
-        ),
+        ("snapkv", {}, 1, "method 'snapkv' is not calibrated; calibrated methods: adamixkv, duoattention, "),
         ("q-filters", {"sinks": 1}, 1, "method 'q-filters' has no option 'sinks'"),
         ("q-filters", {"calibration": "x"}, 1, "calibration= is the result of calibrating"),
         ("q-filters", {}, 0, "there is no prompt to calibrate on"),

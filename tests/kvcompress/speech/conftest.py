@@ -1,7 +1,5 @@
 """Sound in few steps, and a short prompt."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -10,11 +8,9 @@ from kvcompress.speech.prompts import SpeechPrompt, model_inputs
 
 
 @pytest.fixture(autouse=True)
-def steps() -> Iterator[None]:
+def steps(monkeypatch):
     """A stream takes as few steps from noise to sound as `omni`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "STEPS", 2)
-        yield
+    monkeypatch.setattr(streaming, "STEPS", 2)
 
 
 @pytest.fixture
