@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -106,13 +107,11 @@ def _read(
 
     for layer in cache.compressed_layers:
         layer.listen(partial(look, layer))
-    handles = watch_rotary(text_decoder(model), cache.rotate) if cluster.watches_rotary else []
     few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    try:
+    with ExitStack() as hooks:
+        for hook in watch_rotary(text_decoder(model), cache.rotate) if cluster.watches_rotary else ():
+            hooks.enter_context(hook)
         model(**prompt, past_key_values=cache, use_cache=True, **few)
-    finally:
-        for handle in handles:
-            handle.remove()
     if len(set(sizes.values())) != 1:
         raise KVCompressError(
             f"a {model.config.model_type} model's layers differ in their heads: {sorted(set(sizes.values()))} (heads, "

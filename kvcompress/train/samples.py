@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from ..cache.cache import CompressedCache
 from ..calibration.text import cut, token_ids
 from ..clusters.learned import LearnedKVCluster
-from ..errors import KVCompressError
+from ..errors import KVCompressError, one_line
 from ..files import replacing
 from ..learned.checkpoints import Weights
 from .run import Run, progress
@@ -88,7 +88,7 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]
     try:
         chat = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     except TemplateError as error:
-        raise KVCompressError(f"the model's chat template cannot be used: {' '.join(str(error).split())}") from None
+        raise KVCompressError(f"the model's chat template cannot be used: {one_line(error)}") from None
     before, found, after = chat.rpartition(PLACE)
     if not found:
         raise KVCompressError("the model's chat template cannot be used: it leaves out what a user says")
