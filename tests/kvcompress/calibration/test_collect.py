@@ -269,9 +269,7 @@ def test_a_batch_is_no_prompt():
         kvcompress.calibrate(model, "q-filters", [FAMILIES["qwen2"].inputs(model, [9, 9])])
 
 
-def test_a_method_that_gathers_nothing_cannot_be_calibrated(monkeypatch):
-    monkeypatch.setattr(kvcompress.methods, "_METHODS", dict(kvcompress.methods._METHODS))
-
+def test_a_method_that_gathers_nothing_cannot_be_calibrated(registry):
     @kvcompress.register_method("test-gathers-nothing")
     @dataclasses.dataclass(frozen=True)
     class IdleKVCluster(CalibratedKVCluster):

@@ -21,10 +21,8 @@ DEFINITION = python_blocks(DOCS / "adding-a-method.md")[0]
 
 
 @pytest.fixture(autouse=True)
-def registry(monkeypatch, tmp_path):
-    """That forgets what a test adds; and a user's cache of its own."""
-    monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
-    monkeypatch.setattr(methods, "_FILES", set())
+def user(registry, monkeypatch, tmp_path):
+    """Has a registry and a cache of their own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(methods.FILES, raising=False)
 
