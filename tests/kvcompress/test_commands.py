@@ -78,6 +78,18 @@ def test_the_shell_completes_commands_and_their_flags(tmp_path, line, found):
     assert answers.read_text(encoding="utf-8").split("\n") == [found]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_a_full_disk_does_not_take_is_one_line():
+    with open("/dev/full", "w") as full:
+        listing = subprocess.run(
+            [sys.executable, "-m", "kvcompress", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (listing.returncode, listing.stderr) == (
+        1,
+        "error: a file cannot be written or read: No space left on device\n",
+    )
+
+
 def test_a_reader_who_has_enough_ends_a_command_in_silence():
     listing = subprocess.Popen(
         [sys.executable, "-m", "kvcompress", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
