@@ -29,8 +29,9 @@ def arguments(**overrides) -> SimpleNamespace:
     return SimpleNamespace(hf_overrides=overrides, video_pruning_rate=None)
 
 
-def test_without_being_asked_it_changes_nothing():
-    given = arguments(text_config={"x": 1})
+@pytest.mark.parametrize("asked", [{}, {"kvcompress": {"method": "evs", "ratio": 1}}])
+def test_where_nothing_is_to_be_pruned_vllm_is_as_it_is(asked):
+    given = arguments(**asked, text_config={"x": 1})
     configure(given)
     assert given == arguments(text_config={"x": 1})
 
@@ -87,12 +88,6 @@ def test_eviction_is_refused_where_it_does_not_reach(taken, cpu):
     cpu.is_cpu = lambda: False
     with pytest.raises(KVCompressError, match="only on a CPU"):
         configure(evicting())
-
-
-def test_a_ratio_of_1_is_vllm_as_it_is():
-    given = arguments(kvcompress={"method": "evs", "ratio": 1}, x=1)
-    configure(given)
-    assert given == arguments(x=1)
 
 
 @pytest.mark.parametrize(
