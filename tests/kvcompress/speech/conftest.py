@@ -1,5 +1,7 @@
 """Sound in few steps, and a short prompt."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -8,9 +10,11 @@ from kvcompress.speech.prompts import SpeechPrompt, model_inputs
 
 
 @pytest.fixture(autouse=True)
-def steps(monkeypatch):
+def steps() -> Iterator[None]:
     """A stream takes as few steps from noise to sound as `omni`."""
-    monkeypatch.setattr(streaming, "STEPS", 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "STEPS", 2)
+        yield
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTo
 from kvcompress import KVCompressError
 from kvcompress.speech import answering, streaming
 from kvcompress.speech.prompts import SpeechPrompt, model_inputs
-from kvcompress.speech.streaming import BlockNoise, GivenNoise, SoundStream, Window, stream, vocoder_reach
+from kvcompress.speech.streaming import STEPS, BlockNoise, GivenNoise, SoundStream, Window, stream, vocoder_reach
 from tests.support.omni import CODE_S, MEL, UNHEARD, randomize_sound, tiny_config
 
 SEED = 5
@@ -62,9 +62,8 @@ def heard(sound: SoundStream, codes: torch.Tensor, at_a_time: int = 7) -> list[t
 
 
 def test_the_steps_are_those_of_a_whole_waveform_and_an_exact_window_sees_all_that_they_reach(token2wav, monkeypatch):
-    monkeypatch.undo()
-    default = inspect.signature(token2wav.code2wav_dit_model.sample).parameters["num_steps"].default
-    assert default == streaming.STEPS
+    monkeypatch.setattr(streaming, "STEPS", STEPS)
+    assert inspect.signature(token2wav.code2wav_dit_model.sample).parameters["num_steps"].default == STEPS
     assert Window.exact(token2wav, 8) == Window(8, 36, 36)
 
 
