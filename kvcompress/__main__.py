@@ -15,7 +15,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoints, entry_points
 from types import ModuleType
 
-from .command_line import exit_code
+from .command_line import exit_code, leave
 from .errors import KVCompressError, shown, unknown_name
 from .version import __version__
 
@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> int:
 def console() -> None:
     """Entry point of the console command `kvcompress`."""
     complete()
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))
 
 
 if __name__ == "__main__":

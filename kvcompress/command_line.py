@@ -127,7 +127,9 @@ def exit_code(command: Callable[[list[str]], int | None], argv: list[str] | None
     """
     try:
         with interruptible():
-            return command(sys.argv[1:] if argv is None else argv) or 0
+            code = command(sys.argv[1:] if argv is None else argv) or 0
+            sys.stdout.flush()  # here, where a full disk or a reader who has gone is told
+            return code
     except KeyboardInterrupt as error:
         number = getattr(error, "number", signal.SIGINT)
         if "LOCAL_RANK" in os.environ:  # one of several processes: their launcher reports it

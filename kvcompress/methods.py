@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from .check.passed import has_passed
 from .command_line import called
-from .errors import KVCompressError, unknown_name, validated
+from .errors import KVCompressError, one_line, unknown_name, validated
 
 FILES = "KVCOMPRESS_METHODS"  # environment variable: Python files with methods, separated as in PATH
 OF_FILE = "kvcompress_methods_"  # prefix of such a file's module name
@@ -151,7 +151,7 @@ def import_file(path: Path, name: str) -> list[str]:
     except (Exception, SystemExit) as error:
         _FILES.discard(path)
         what = "" if isinstance(error, KVCompressError) else f"{type(error).__name__}: "
-        raise KVCompressError(f"{FILES}: {name}: {what}{' '.join(str(error).split())}") from error
+        raise KVCompressError(f"{FILES}: {name}: {what}{one_line(error)}") from error
     return sorted(set(_METHODS) - before)
 
 

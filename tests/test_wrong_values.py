@@ -61,7 +61,7 @@ COMMANDS = {
         "kvcompress.engines.command",
         "parser",
         ["snapkv", "0.2", "--engine", "openvino", "--tokens", "999"],
-        "kvcompress.engines.command.show",
+        "kvcompress.engines.openvino.export",
     ),
     "train": (
         "kvcompress.train.command",

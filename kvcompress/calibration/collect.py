@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -71,7 +72,8 @@ def calibrate(
     with attach(model):
         for prompt in prompts:
             gathered, sizes = _read(inner, cluster, dict(prompt))
-            for key, part in cluster.of_prompt(_stacked(gathered)).items():
+            by_layer = {key: torch.stack([layer[key] for layer in gathered]) for key in gathered[0]}
+            for key, part in cluster.of_prompt(by_layer).items():
                 sums[key] = sums[key] + part if key in sums else part
             count, tokens = count + 1, tokens + prompt["input_ids"].shape[1]
     if not count:
@@ -105,21 +107,14 @@ def _read(
 
     for layer in cache.compressed_layers:
         layer.listen(partial(look, layer))
-    handles = watch_rotary(text_decoder(model), cache.rotate) if cluster.watches_rotary else []
     few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    try:
+    with ExitStack() as hooks:
+        for hook in watch_rotary(text_decoder(model), cache.rotate) if cluster.watches_rotary else ():
+            hooks.enter_context(hook)
         model(**prompt, past_key_values=cache, use_cache=True, **few)
-    finally:
-        for handle in handles:
-            handle.remove()
     if len(set(sizes.values())) != 1:
         raise KVCompressError(
             f"a {model.config.model_type} model's layers differ in their heads: {sorted(set(sizes.values()))} (heads, "
             "KV heads, head dimension); a calibration has one size"
         )
     return [gathered[place] for place in sorted(gathered)], sizes[0]
-
-
-def _stacked(gathered: list[Sums]) -> Sums:
-    """Stack each quantity over the layers: (layers, ...)."""
-    return {key: torch.stack([layer[key] for layer in gathered]) for key in gathered[0]}

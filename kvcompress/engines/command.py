@@ -2,22 +2,17 @@
 
 import argparse
 import json
-from typing import TYPE_CHECKING
 
 from ..command_line import Parser, key_values
 from ..errors import KVCompressError
 from ..files import check_output, write_text
 from ..flag_types import fraction, label, new_file, whole
 
-if TYPE_CHECKING:
-    from .settings import Settings
-
 ENGINES = ("openvino", "tensorrt-llm", "triattention-vllm")
 SETTINGS = ".json"  # of the settings' file beside a calibration
 
 
 def parser() -> argparse.ArgumentParser:
-    """Create the parser."""
     this = Parser("export", description=__doc__.partition(": ")[2])
     this.add_argument("method", type=label, metavar="METHOD", help="a method that the engine has")
     this.add_argument("ratio", type=fraction, metavar="RATIO", help="the fraction kept, in (0, 1]")
@@ -51,13 +46,8 @@ def main(arguments: list[str]) -> None:
         from . import triattention
 
         found = triattention.export(policy, flags.engine, flags.out)
-    show(found)
-    if flags.out is not None:
-        write_text(flags.out.with_suffix(SETTINGS), json.dumps(vars(found), indent=2) + "\n")
-
-
-def show(found: "Settings") -> None:
-    """Print settings as JSON, then what differs, a line each."""
     print(json.dumps(found.settings, indent=2))
     for difference in found.differences:
         print(f"differs: {difference}")
+    if flags.out is not None:
+        write_text(flags.out.with_suffix(SETTINGS), json.dumps(vars(found), indent=2) + "\n")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import KVCompressError, shown
+from ..errors import KVCompressError, one_line, shown
 from ..files import parse_json
 from ..policy.policy import Policy
 from ..scoring.budget import effivlm_window
@@ -181,16 +181,12 @@ def load(path: Path) -> tuple[Any, Any]:
     scheduler, generating = genai.SchedulerConfig(), genai.GenerationConfig()
     try:
         if eviction:
-            scheduler.use_cache_eviction, scheduler.cache_eviction_config = (
-                True,
-                _eviction_config(genai, dict(eviction)),
-            )
+            scheduler.use_cache_eviction = True
+            scheduler.cache_eviction_config = _eviction_config(genai, dict(eviction))
         for name, value in generation.items():
             setattr(generating, name, value)
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
-        raise KVCompressError(
-            f"{shown(str(path))}: OpenVINO GenAI refuses it: {' '.join(str(error).split())}"
-        ) from None
+        raise KVCompressError(f"{shown(str(path))}: OpenVINO GenAI refuses it: {one_line(error)}") from None
     return scheduler, generating
 
 

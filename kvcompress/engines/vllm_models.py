@@ -46,18 +46,14 @@ def pruner_of(config: Any) -> MediaPruner:
     return MediaPruner.of(**config.kvcompress)
 
 
-class Layout:
-    """What a processor and a model both know: how a medium's tokens lie in the prompt if none is pruned."""
+def media_ids(config: Any) -> dict[str, int]:
+    return {"image": config.image_token_id, "video": config.video_token_id}
 
-    @staticmethod
-    def media_ids(config: Any) -> dict[str, int]:
-        return {"image": config.image_token_id, "video": config.video_token_id}
 
-    @staticmethod
-    def counts(config: Any, modality: str, grid: Sequence[int]) -> tuple[int, int | None]:
-        """Return a medium's vision tokens, and how many frames they are; None for a picture."""
-        tokens = math.prod(map(int, grid)) // config.vision_config.spatial_merge_size**2
-        return tokens, int(grid[0]) if modality == "video" else None
+def counts(config: Any, modality: str, grid: Sequence[int]) -> tuple[int, int | None]:
+    """Return a medium's vision tokens before any is pruned, and how many frames they are; None for a picture."""
+    tokens = math.prod(map(int, grid)) // config.vision_config.spatial_merge_size**2
+    return tokens, int(grid[0]) if modality == "video" else None
 
 
 class PruningProcessor:
@@ -69,14 +65,14 @@ class PruningProcessor:
 
         def placeholders(index: int, modality: str) -> list[int]:
             item = out_mm_kwargs[modality][index]
-            tokens, frames = Layout.counts(config, modality, item[f"{modality}_grid_thw"].data)
+            tokens, frames = counts(config, modality, item[f"{modality}_grid_thw"].data)
             pruner.rehearse(tokens, frames)
             count = pruner.kept(tokens, modality == "video") + self._text_within(modality, item)
-            return [Layout.media_ids(config)[modality]] * count
+            return [media_ids(config)[modality]] * count
 
         return [
             PromptReplacement(modality=modality, target=[token], replacement=partial(placeholders, modality=modality))
-            for modality, token in Layout.media_ids(config).items()
+            for modality, token in media_ids(config).items()
         ]
 
     def _text_within(self, modality: str, item: Any) -> int:
@@ -102,7 +98,7 @@ class Pruned:
 
     def _whole(self, modality: str, grid: Sequence[int], timestamps: Sequence[float] | None) -> list[int]:
         """Return a medium's token ids if none is pruned."""
-        return [Layout.media_ids(self.config)[modality]] * Layout.counts(self.config, modality, grid)[0]
+        return [media_ids(self.config)[modality]] * counts(self.config, modality, grid)[0]
 
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
@@ -143,7 +139,7 @@ class Pruned:
         if not multimodal_embeddings:
             return [], mrope_positions, further
         ids = torch.as_tensor(input_ids, device=mrope_positions.device)
-        is_media = torch.isin(ids, ids.new_tensor(list(Layout.media_ids(self.config).values())))
+        is_media = torch.isin(ids, ids.new_tensor(list(media_ids(self.config).values())))
         places = torch.cat([states[:, -PLACES:] for states in multimodal_embeddings]).long().to(ids.device)
         own = (places[:, :3] * BYTE + places[:, 3:]).T
         columns = is_media.nonzero()[:, 0]
@@ -175,11 +171,11 @@ class Pruned:
 
         `states` is (tokens, channels): the embedding, then what a model adds to deeper layers."""
         size = self.config.text_config.hidden_size
-        _, frames = Layout.counts(self.config, modality, grid)
+        _, frames = counts(self.config, modality, grid)
         stays, merged = self.pruner.prune(states[:, :size], frames)
         kept = torch.cat([merged, states[:, size:]], dim=1)[stays]
         whole = torch.tensor(self._whole(modality, grid, timestamps), device=states.device)
-        is_vision = whole == Layout.media_ids(self.config)[modality]
+        is_vision = whole == media_ids(self.config)[modality]
         left = ~is_vision
         left[is_vision] = stays
         embeddings = kept.new_zeros(int(left.sum()), kept.shape[1])
@@ -253,5 +249,5 @@ class PrunedQwen3VL(Pruned, Qwen3VLForConditionalGeneration):
     def _whole(self, modality: str, grid: Sequence[int], timestamps: Sequence[float] | None) -> list[int]:
         if modality == "image":
             return super()._whole(modality, grid, timestamps)
-        tokens, frames = Layout.counts(self.config, modality, grid)
+        tokens, frames = counts(self.config, modality, grid)
         return laid_out(frames, timestamps, self._tokenizer, self.config, tokens // frames)

@@ -58,7 +58,7 @@ def configure(arguments: Any) -> None:
         return
     if "method" not in asked:
         raise KVCompressError(f"hf_overrides: {KEY!r} is {shown(given)}, which names no method")
-    if is_eviction(str(asked["method"])):
+    if issubclass(method_info(str(asked["method"])).cls, KVCluster):
         evict(arguments, asked)
         return
     pruner = MediaPruner.of(**asked)
@@ -76,11 +76,6 @@ def configure(arguments: Any) -> None:
     arguments.hf_overrides = {**overrides, "architectures": [MODELS[architecture]], KEY: asked}
     arguments.video_pruning_rate = 0.5  # any: vLLM then asks the model for the positions of the tokens that stay
     use_worker(arguments)
-
-
-def is_eviction(method: str) -> bool:
-    """Return whether a method evicts cache entries. Raises KVCompressError if there is none of that name."""
-    return issubclass(method_info(method).cls, KVCluster)
 
 
 def evict(arguments: Any, asked: dict[str, Any]) -> None:

@@ -44,11 +44,13 @@ def _several(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+StopString = Annotated[str, StringConstraints(min_length=1)]
+
+
 class Message(_Strict):
     role: Literal["system", "user", "assistant"]
-    content: Annotated[
-        list[Annotated[TextPart | ImagePart, Field(discriminator="type")]], BeforeValidator(_parts), Field(min_length=1)
-    ]
+    content: Annotated[list[Part], BeforeValidator(_parts), Field(min_length=1)]
 
 
 class StreamOptions(_Strict):
@@ -70,12 +72,7 @@ class Asked(_Strict):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: (
-        Annotated[
-            list[Annotated[str, StringConstraints(min_length=1)]], BeforeValidator(_several), Field(max_length=16)
-        ]
-        | None
-    ) = None
+    stop: Annotated[list[StopString], BeforeValidator(_several), Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False

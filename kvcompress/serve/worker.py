@@ -157,17 +157,9 @@ class Worker:
             self._changed.wait_for(lambda: self._waiting or self._is_closing)
             return bool(self._waiting)
 
-    def _take(self, index: int) -> Job | None:
-        """Take the job that has waited longest, as this request of the run."""
-        with self._changed:
-            if not self._waiting:
-                return None
-            job = self._taken[index] = self._waiting.popleft()
-            return job
-
 
 class _Arrivals:
-    """The requests of a run: an iterator that has none when none waits, and later some again."""
+    """The requests of a run, first come first served: an iterator that has none when none waits, and later some."""
 
     def __init__(self, worker: Worker):
         self._worker, self._index = worker, 0
@@ -176,7 +168,10 @@ class _Arrivals:
         return self
 
     def __next__(self) -> Request:
-        if (job := self._worker._take(self._index)) is None:
-            raise StopIteration
+        worker = self._worker
+        with worker._changed:
+            if not worker._waiting:
+                raise StopIteration
+            job = worker._taken[self._index] = worker._waiting.popleft()
         self._index += 1
         return Request(job.inputs, job.options, job.seed, job.heard)

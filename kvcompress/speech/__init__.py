@@ -5,14 +5,15 @@
 is used.
 
 `kvcompress speech` is the benchmark: `command` is its command line, `run` the cold starts and warm rounds, `prompts`
-holds the prompts, `kinds` and `strategies` the caches, and `report` the table.
+holds the prompts, `kinds` names caches and parts, `strategies` creates the caches, and `report` the table.
 """
 
 from importlib import import_module
 from typing import Any
 
 _LATER = {
-    **dict.fromkeys(("Answer", "PARTS", "SAMPLING_RATE", "answer", "load", "weight_bytes"), "answering"),
+    **dict.fromkeys(("Answer", "SAMPLING_RATE", "answer", "load", "weight_bytes"), "answering"),
+    "PARTS": "kinds",
     "generate_overlapped": "overlapped",
     **dict.fromkeys(("Window", "stream"), "streaming"),
 }

@@ -25,16 +25,12 @@ from transformers import (
 from ..device import peak_memory, reset_peak_memory, synchronise
 from ..errors import KVCompressError, loading, unknown_name
 from ..measure import TokenTimes
+from .kinds import PARTS
 from .overlapped import FEWEST_TEXT_TOKENS, generate_overlapped
 from .streaming import Window, stream
 
 MODEL_TYPE = "qwen2_5_omni"
 SAMPLING_RATE = 24_000  # from the model card; the config does not have it
-PARTS = {
-    "vision": "the vision tower",
-    "audio": "the audio tower, which hears",
-    "speech": "talker and token2wav, which speak",
-}
 
 
 class PartialOmni(Qwen2_5OmniForConditionalGeneration):

@@ -6,7 +6,7 @@ from pathlib import Path
 from ..bench.flags import add_flags
 from ..command_line import Parser
 from ..flag_types import fraction, label, new_file, whole
-from .kinds import AFTER_THE_TEXT, STRATEGIES
+from .kinds import AFTER_THE_TEXT, PARTS, STRATEGIES
 
 WINDOW = [4, 4, 2]  # streaming.Window's defaults; importing it takes seconds
 
@@ -20,7 +20,14 @@ def parser() -> argparse.ArgumentParser:
     add("model", type=label, help="hub id or local path")
     add("method", type=label, metavar="METHOD[:OPTION=VALUE...]")
     add("ratio", type=fraction)
-    add("--strategies", nargs="+", type=label, default=list(AFTER_THE_TEXT), help=f"of {', '.join(STRATEGIES)}")
+    add(
+        "--strategies",
+        nargs="+",
+        choices=list(STRATEGIES),
+        default=list(AFTER_THE_TEXT),
+        metavar="STRATEGY",
+        help=f"of {', '.join(STRATEGIES)}",
+    )
     add("--no-compile", dest="compile", action="store_false", help="static caches without compiling")
     add("--compress-talker", action="store_true", help="the method compresses the talker's cache, too")
     add("--decode-budget", type=whole(1), help="entries that the method keeps in the thinker while it writes")
@@ -29,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         type=whole(1),
         help="entries that the method keeps in the talker while decoding; implies --compress-talker",
     )
-    add("--without", nargs="+", type=label, default=[], metavar="PART", help="of vision, audio, speech")
+    add("--without", nargs="+", choices=list(PARTS), default=[], metavar="PART", help=f"of {', '.join(PARTS)}")
     add("--prompts", type=new_file, metavar="JSONL", help='{"text":, "image": FILE, "audio": WAV FILE} a line')
     add("--text-tokens", type=whole(1), default=128, help="the longest text")
     add("--codec-tokens", type=whole(1), default=1024, help="the longest speech, 50 tokens a second")

@@ -1,6 +1,12 @@
-"""The cache strategies by name, without the code that creates them."""
+"""The cache strategies and a model's parts by name, without the code that creates them."""
 
 from dataclasses import dataclass, replace
+
+PARTS = {
+    "vision": "the vision tower",
+    "audio": "the audio tower, which hears",
+    "speech": "talker and token2wav, which speak",
+}
 
 
 @dataclass(frozen=True)

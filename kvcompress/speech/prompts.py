@@ -16,6 +16,7 @@ from transformers import ProcessorMixin
 from ..errors import KVCompressError, shown
 from ..files import parse_json
 from . import answering
+from .kinds import PARTS
 
 # The model needs this system prompt to speak (model card).
 SYSTEM = (
@@ -66,7 +67,7 @@ def read_prompts(file: Path, rate: int, without: list[str]) -> list[SpeechPrompt
         sound = read_wav(given["audio"], rate) if "audio" in given else None
         prompt = SpeechPrompt(given["text"], image, sound)
         if part := missing_part(prompt, without):
-            raise KVCompressError(f"{where} needs {answering.PARTS[part]}, which --without {part} leaves out")
+            raise KVCompressError(f"{where} needs {PARTS[part]}, which --without {part} leaves out")
         prompts.append(prompt)
     return prompts
 

@@ -18,12 +18,12 @@ from ..__main__ import find_command
 from ..bench.grid import attempt, garbage_left
 from ..bench.results import Results, about, say
 from ..device import default_device
-from ..errors import KVCompressError, unknown_name
+from ..errors import KVCompressError
 from ..files import check_output
 from ..policy.conflicts import SPEECH, check_conflicts
 from ..policy.make import make_policy
 from . import answering
-from .answering import FEWEST_TEXT_TOKENS, PARTS
+from .answering import FEWEST_TEXT_TOKENS
 from .kinds import STRATEGIES
 from .prompts import bundled_prompts, growing_wav, model_inputs, read_lines, read_prompts
 from .report import markdown
@@ -64,12 +64,6 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> int:
 
 def check(given: argparse.Namespace) -> None:
     """Raise KVCompressError for every error that can be found before the model is loaded."""
-    for strategy in given.strategies:
-        if strategy not in STRATEGIES:
-            raise unknown_name("there is no strategy", strategy, STRATEGIES)
-    for part in given.without:
-        if part not in PARTS:
-            raise unknown_name("there is no part", part, PARTS)
     if given.prompts is not None:
         read_lines(given.prompts)
     Window(*given.window)
@@ -100,15 +94,14 @@ def check(given: argparse.Namespace) -> None:
 def labels(given: argparse.Namespace) -> dict[str, str]:
     """Return strategy -> its label in the table."""
     compiled = ", compiled" if given.compile else ""
-    names = {"dynamic": "transformers DynamicCache", "static": f"transformers StaticCache{compiled}"}
     found = {}
     for strategy in given.strategies:
         kind = STRATEGIES[strategy]
         if kind.compresses:
-            name = str(method_of(kind, given)) + (compiled if kind.is_static else "")
+            name = str(method_of(kind, given))
         else:
-            name = names["static" if kind.is_static else "dynamic"]
-        found[strategy] = name + (", overlapped" if kind.overlaps else "")
+            name = f"transformers {'Static' if kind.is_static else 'Dynamic'}Cache"
+        found[strategy] = name + (compiled if kind.is_static else "") + (", overlapped" if kind.overlaps else "")
     return found
 
 

@@ -18,11 +18,7 @@ METHODS = ["duoattention", "fastkvzip", "kvzap"]  # each is a module of this pac
 
 
 def parser() -> argparse.ArgumentParser:
-    this = Parser(
-        "train",
-        description="Train what a learned method needs for a model, on a text of your own. A run that was cut goes on "
-        "when it is started again.",
-    )
+    this = Parser("train", description=__doc__.partition(": ")[2])
     this.add_argument("method", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
     this.add_argument("model", type=label, help="hub id or local path")
     this.add_argument(

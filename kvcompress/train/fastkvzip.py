@@ -4,7 +4,6 @@ As in Janghyun1230/FastKVzip at 7d78b34: prefill/feature.py, optim.py. There the
 all million tokens are learned from, and projections are trained in the model's precision, here in fp32. The script adds
 a gate's bias twice while training and once in use; here it is added once in both."""
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -18,7 +17,7 @@ from ..clusters.fastkvzip import FastKVzipKVCluster
 from ..learned.checkpoints import Weights, save_fastkvzip
 from ..scoring.rereading import received
 from .run import Run
-from .samples import REPEAT, Samples, agreement, chat_frame, check_layers, gather, held_out, plain_ids, shuffled
+from .samples import REPEAT, Samples, agreement, chat_frame, check_layers, drawn, gather, held_out, plain_ids, shuffled
 from .watching import attention_by, hidden_states
 
 check = partial(check_layers, method="fastkvzip")
@@ -106,16 +105,11 @@ def fit(run: Run, options: Options, samples: Samples, learned: torch.Tensor) -> 
     device, hidden_size, heads = run.model.device, samples.hidden.shape[2], samples.scores.shape[1]
     groups = run.config.num_attention_heads // heads
     draw = torch.Generator().manual_seed(run.seed)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        """As torch.nn.Linear begins."""
-        return (torch.rand(shape, generator=draw) * 2 - 1) / math.sqrt(hidden_size)
-
     layers = [
         {
-            "q_proj.weight": drawn(heads * groups * options.size, hidden_size),
-            "q_proj.bias": drawn(heads * groups * options.size),
-            "k_proj.weight": drawn(heads * options.size, hidden_size),
+            "q_proj.weight": drawn(draw, hidden_size, heads * groups * options.size, hidden_size),
+            "q_proj.bias": drawn(draw, hidden_size, heads * groups * options.size),
+            "k_proj.weight": drawn(draw, hidden_size, heads * options.size, hidden_size),
             "q_norm.weight": torch.ones(options.size),
             "k_norm.weight": torch.ones(options.size),
             "k_base": torch.zeros(heads, 1, options.sinks, options.size),

@@ -17,13 +17,14 @@ from ..hooks.hidden_states import attention_layers
 from ..learned.checkpoints import Weights, save_kvzap
 from ..scoring.projection import output_projection
 from .run import Run, progress
-from .samples import REPEAT, Samples, agreement, chat_frame, check_layers, gather, held_out, plain_ids, shuffled
+from .samples import REPEAT, Samples, agreement, chat_frame, check_layers, drawn, gather, held_out, plain_ids, shuffled
 from .watching import attention_by, hidden_states
 
 check = partial(check_layers, method="kvzap")
 HELD_OUT = 20  # every 20th token
 PENALTY = 1.0  # of the squared weights of a linear surrogate
 CLIP = 1.0
+BLOCK = 128  # queries at a time
 
 
 @dataclass(frozen=True)
@@ -96,13 +97,7 @@ def kvzip_plus(decoder: PreTrainedModel, before: list[int], between: list[int], 
 
 
 def most_attended(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    scaling: float,
-    norms: torch.Tensor,
-    context: slice,
-    again: slice,
-    block: int = 128,
+    queries: torch.Tensor, keys: torch.Tensor, scaling: float, norms: torch.Tensor, context: slice, again: slice
 ) -> torch.Tensor:
     """Return the largest attention weight, divided by the query's norm, from tokens `again` to each of `context`.
 
@@ -110,8 +105,8 @@ def most_attended(
     groups, context), in fp32."""
     column = torch.arange(keys.shape[1], device=keys.device)
     best = torch.zeros((), device=keys.device)
-    for start in range(again.start, again.stop, block):
-        rows = slice(start, min(start + block, again.stop))
+    for start in range(again.start, again.stop, BLOCK):
+        rows = slice(start, min(start + BLOCK, again.stop))
         grouped = queries[:, rows].float().unflatten(0, (len(keys), -1))
         logits = grouped @ keys[:, None].float().mT * scaling
         weights = logits.masked_fill(column > column[rows, None], -torch.inf).softmax(-1)[..., context]
@@ -123,22 +118,16 @@ def fit_linear(run: Run, samples: Samples, learned: torch.Tensor) -> list[Weight
     """Fit each layer's linear map by ridge regression, in fp64."""
     device = run.model.device if run.model.device.type != "mps" else torch.device("cpu")  # MPS has no fp64
     layers = []
-    for hidden, scores in progress_over("fitting", samples):
-        x, y = hidden[learned].to(device).double(), scores[:, learned].to(device).double().T
-        x_mean, y_mean = x.mean(0), y.mean(0)
-        x, y = x - x_mean, y - y_mean
-        penalty = PENALTY * torch.eye(x.shape[1], dtype=x.dtype, device=device)
-        weight = torch.linalg.solve(x.T @ x + penalty, x.T @ y).T
-        layers.append({"weight": weight.float(), "bias": (y_mean - weight @ x_mean).float()})
-    return layers
-
-
-def progress_over(what: str, samples: Samples):
-    """Yield each layer's hidden states and scores, with a progress bar."""
-    with progress(what, len(samples.hidden)) as bar:
-        for pair in zip(samples.hidden, samples.scores, strict=True):
-            yield pair
+    with progress("fitting", len(samples.hidden)) as bar:
+        for hidden, scores in zip(samples.hidden, samples.scores, strict=True):
+            x, y = hidden[learned].to(device).double(), scores[:, learned].to(device).double().T
+            x_mean, y_mean = x.mean(0), y.mean(0)
+            x, y = x - x_mean, y - y_mean
+            penalty = PENALTY * torch.eye(x.shape[1], dtype=x.dtype, device=device)
+            weight = torch.linalg.solve(x.T @ x + penalty, x.T @ y).T
+            layers.append({"weight": weight.float(), "bias": (y_mean - weight @ x_mean).float()})
             bar.update()
+    return layers
 
 
 def fit_mlp(options: Options, run: Run, samples: Samples, learned: torch.Tensor) -> list[Weights]:
@@ -146,20 +135,16 @@ def fit_mlp(options: Options, run: Run, samples: Samples, learned: torch.Tensor)
     size, heads, device = samples.hidden.shape[2], samples.scores.shape[1], run.model.device
     draw = torch.Generator().manual_seed(run.seed)
 
-    def drawn(inputs: int, *shape: int) -> torch.Tensor:
-        """As torch.nn.Linear begins."""
-        part = (torch.rand(shape, generator=draw) * 2 - 1) / math.sqrt(inputs)
-        return part.to(device).requires_grad_()
-
     layers = [
         {
-            "0.weight": drawn(size, options.hidden, size),
-            "0.bias": drawn(size, options.hidden),
-            "2.weight": drawn(options.hidden, heads, options.hidden),
-            "2.bias": drawn(options.hidden, heads),
+            "0.weight": drawn(draw, size, options.hidden, size),
+            "0.bias": drawn(draw, size, options.hidden),
+            "2.weight": drawn(draw, options.hidden, heads, options.hidden),
+            "2.bias": drawn(draw, options.hidden, heads),
         }
         for _ in samples.hidden
     ]
+    layers = [{name: part.to(device).requires_grad_() for name, part in layer.items()} for layer in layers]
     cluster, per_epoch = KVzapKVCluster(), math.ceil(len(learned) / options.batch)
 
     def loss_of(step: int) -> torch.Tensor:

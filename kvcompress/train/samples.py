@@ -1,5 +1,6 @@
 """Tokens to learn from: their hidden states, and the scores that are to be predicted from these."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from ..cache.cache import CompressedCache
 from ..calibration.text import cut, token_ids
 from ..clusters.learned import LearnedKVCluster
-from ..errors import KVCompressError
+from ..errors import KVCompressError, one_line
 from ..files import replacing
 from ..learned.checkpoints import Weights
 from .run import Run, progress
@@ -87,7 +88,7 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]
     try:
         chat = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     except TemplateError as error:
-        raise KVCompressError(f"the model's chat template cannot be used: {' '.join(str(error).split())}") from None
+        raise KVCompressError(f"the model's chat template cannot be used: {one_line(error)}") from None
     before, found, after = chat.rpartition(PLACE)
     if not found:
         raise KVCompressError("the model's chat template cannot be used: it leaves out what a user says")
@@ -115,6 +116,11 @@ def shuffled(seed: int, step: int, total: int, batch: int, per_epoch: int) -> to
     epoch, place = divmod(step, per_epoch)
     draw = torch.Generator().manual_seed(seed * 100_003 + epoch)
     return torch.randperm(total, generator=draw)[place * batch : (place + 1) * batch]
+
+
+def drawn(draw: torch.Generator, inputs: int, *shape: int) -> torch.Tensor:
+    """Return weights as torch.nn.Linear with so many inputs begins with."""
+    return (torch.rand(shape, generator=draw) * 2 - 1) / math.sqrt(inputs)
 
 
 @torch.no_grad()

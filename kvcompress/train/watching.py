@@ -1,7 +1,7 @@
 """Seeing, or replacing, what the attention layers of an unmodified model do."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from ..errors import KVCompressError
 from ..hooks.attention import base_attention, has_plain_weights
 from ..hooks.hidden_states import attention_layers
+from ..hooks.replacement import Replacement
 
 NAME = "kvcompress_train"
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -49,24 +50,19 @@ def hidden_states(decoder: PreTrainedModel) -> Iterator[dict[int, torch.Tensor]]
     def note(index: int, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         seen[index] = (args[0] if args else kwargs["hidden_states"])[0]
 
-    modules = attention_layers(decoder).items()
-    handles = [module.register_forward_pre_hook(partial(note, index), with_kwargs=True) for index, module in modules]
-    try:
+    with ExitStack() as hooks:
+        for index, module in attention_layers(decoder).items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(note, index), with_kwargs=True))
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def computed_again(decoder: PreTrainedModel) -> Iterator[None]:
     """Context manager in which a backward pass computes each decoder layer again, so that only its input is kept."""
     attentions = set(attention_layers(decoder).values())
-    layers = [module for module in decoder.modules() if attentions & set(module.children())]
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    try:
+    with ExitStack() as replaced:
+        for module in decoder.modules():
+            if attentions & set(module.children()):
+                forward = partial(checkpoint, module.forward, use_reentrant=False)
+                replaced.enter_context(Replacement(module, "forward", forward))
         yield
-    finally:
-        for layer in layers:
-            del layer.forward  # the class's own is found again

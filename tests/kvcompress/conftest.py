@@ -1,4 +1,4 @@
-"""The omni model for tests of speech, loaded once; fixed shapes as on CUDA."""
+"""The omni model for tests of speech, loaded once; fixed shapes as on CUDA; a registry of a test's own."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import ProcessorMixin, Qwen2_5OmniForConditionalGeneration
 
+from kvcompress import layer_budgets, methods
 from kvcompress.cache.storage.static import StaticStorage
 from kvcompress.inflight.pool import SlotPool
 from kvcompress.speech import answering
@@ -35,6 +36,14 @@ def omni_inputs(omni) -> dict[str, torch.Tensor]:
     """A prompt with a picture and sound."""
     model, processor = omni
     return model_inputs(processor, bundled_prompts(16_000, [])[-1], model.device)
+
+
+@pytest.fixture
+def registry(monkeypatch) -> None:
+    """Forgets the methods, layer budgets and files of methods that a test adds."""
+    monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
+    monkeypatch.setattr(methods, "_FILES", set())
+    monkeypatch.setattr(layer_budgets.base, "_RULES", dict(layer_budgets.base._RULES))
 
 
 @pytest.fixture

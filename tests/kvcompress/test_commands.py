@@ -36,12 +36,9 @@ def registered(monkeypatch):
     monkeypatch.setattr(__main__, "registered", lambda: EntryPoints([entry]))
 
 
-def test_a_registered_command_gets_its_arguments(registered, capsys):
+def test_a_registered_command_gets_its_arguments_and_its_error_is_one_line(registered, capsys):
     assert __main__.main(["hello", "you", "--there"]) == 0
     assert capsys.readouterr().out == "hello you --there\n"
-
-
-def test_its_error_is_one_line(registered, capsys):
     assert __main__.main(["hello"]) == 2
     assert capsys.readouterr().err == "error: hello whom?\n"
 
@@ -81,6 +78,18 @@ def test_the_shell_completes_commands_and_their_flags(tmp_path, line, found):
     assert answers.read_text(encoding="utf-8").split("\n") == [found]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_a_full_disk_does_not_take_is_one_line():
+    with open("/dev/full", "w") as full:
+        listing = subprocess.run(
+            [sys.executable, "-m", "kvcompress", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (listing.returncode, listing.stderr) == (
+        1,
+        "error: a file cannot be written or read: No space left on device\n",
+    )
+
+
 def test_a_reader_who_has_enough_ends_a_command_in_silence():
     listing = subprocess.Popen(
         [sys.executable, "-m", "kvcompress", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -88,11 +97,6 @@ def test_a_reader_who_has_enough_ends_a_command_in_silence():
     listing.stdout.close()  # as `head` does
     assert listing.wait(60) == 141
     assert listing.stderr.read() == b""
-
-
-def test_without_a_shell_that_asks_nothing_is_completed(monkeypatch):
-    monkeypatch.delenv("_ARGCOMPLETE", raising=False)
-    assert __main__.complete() is None
 
 
 @pytest.mark.parametrize(
@@ -163,9 +167,6 @@ def test_methods_lists_those_with_the_word(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert 0 < len(lines) < len(kvcompress.list_methods())
     assert all("snapkv" in line.lower() for line in lines)
-
-
-def test_a_word_that_no_method_has_is_one_line(capsys):
     assert __main__.main(["list", "methods", "nonesuch"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import kvcompress
-from kvcompress import methods
 from kvcompress.tokens import TokenMethod
 from tests import methods_page
 from tests.support.docs import DOCS, ROOT, python_blocks
@@ -22,9 +21,8 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 @pytest.fixture
-def example(monkeypatch):
-    """A model, inputs for it, and a registry that forgets what an example adds."""
-    monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
+def example(registry):
+    """A model and inputs for it."""
     model = FAMILIES["qwen2"].build()
     inputs = FAMILIES["qwen2"].inputs(model, [200]) | {"max_new_tokens": 2}
     return {"kvcompress": kvcompress, "model": model, "inputs": inputs}

@@ -44,54 +44,25 @@ def test_room_for_the_answer_is_told_from_what_is_held():
     assert short.kv_bytes_prompt - short.kv_room_bytes == long.kv_bytes_prompt - long.kv_room_bytes
 
 
-def test_time_is_split_at_the_first_token(monkeypatch):
-    """A model that needs 50 ms for the prompt and 20 ms per token, on a clock that only it advances."""
-    now = [100.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    hook = MODEL.register_forward_hook(lambda *_, **k: now.__setitem__(0, now[0] + (0.05 if now[0] == 100.0 else 0.02)))
-    try:
-        _, _, result, _ = measured(new=4)
-    finally:
-        hook.remove()
-    assert result.ttft_s == pytest.approx(0.05)
-    assert result.tpot_s == pytest.approx(0.02)
+def test_time_is_split_at_the_first_token_and_read_when_the_device_is_done(monkeypatch):
+    """50 ms for the prompt and 20 ms per token, on a device that works only while somebody waits for it. Counting bytes
+    takes 7 s, for which no token waits."""
+    now, work, nbytes = [100.0], [], kvcompress.CompressedCache.nbytes
 
-
-def test_time_is_read_when_the_device_is_done(monkeypatch):
-    """As before, with a device that works only while somebody waits for it."""
-    now, work = [100.0], []
-
-    def wait(device):
+    def wait(device: torch.device) -> None:
         now[0] += sum(work)
         work.clear()
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(measure, "synchronise", wait)
-    hook = MODEL.register_forward_hook(lambda *_, **k: work.append(0.05 if now[0] == 100.0 else 0.02))
-    try:
-        _, _, result, _ = measured(new=4)
-    finally:
-        hook.remove()
-    assert result.ttft_s == pytest.approx(0.05)
-    assert result.tpot_s == pytest.approx(0.02)
-
-
-def test_no_token_waits_for_the_counting_of_bytes(monkeypatch):
-    """Counting takes 7 s on a clock that only it and the model advance."""
-    now, nbytes = [100.0], kvcompress.CompressedCache.nbytes
 
     def counted(cache: kvcompress.CompressedCache) -> int:
         now[0] += 7
         return nbytes.fget(cache)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measure, "synchronise", wait)
     monkeypatch.setattr(kvcompress.CompressedCache, "nbytes", property(counted))
-    hook = MODEL.register_forward_hook(lambda *_, **k: now.__setitem__(0, now[0] + 0.02))
-    try:
+    with MODEL.register_forward_hook(lambda *_, **k: work.append(0.05 if now[0] == 100.0 else 0.02)):
         _, _, result, _ = measured(new=4)
-    finally:
-        hook.remove()
-    assert (result.ttft_s, result.tpot_s) == (pytest.approx(0.02), pytest.approx(0.02))
+    assert (result.ttft_s, result.tpot_s) == (pytest.approx(0.05), pytest.approx(0.02))
 
 
 def test_a_single_token_has_no_time_per_token():

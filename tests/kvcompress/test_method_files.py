@@ -5,21 +5,14 @@ import os
 import pytest
 
 import kvcompress
-from kvcompress import KVCompressError, layer_budgets, methods
+from kvcompress import KVCompressError, methods
 from kvcompress.check.command import main as check_main
 from tests.support.docs import DOCS, python_blocks
 from tests.support.families import FAMILIES
 
+pytestmark = pytest.mark.usefixtures("registry")
 DEFINITION = python_blocks(DOCS / "adding-a-method.md")[0]
 RULE = next(block for block in python_blocks(DOCS / "adding-a-method.md") if "register_layer_budget" in block)
-
-
-@pytest.fixture(autouse=True)
-def registry(monkeypatch):
-    """That forgets what a test adds."""
-    monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
-    monkeypatch.setattr(methods, "_FILES", set())
-    monkeypatch.setattr(layer_budgets.base, "_RULES", dict(layer_budgets.base._RULES))
 
 
 @pytest.fixture

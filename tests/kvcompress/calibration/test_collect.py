@@ -250,12 +250,7 @@ def test_a_model_is_untouched_by_a_calibration_also_after_an_exception():
 @pytest.mark.parametrize(
     ("method", "options", "count", "message"),
     [
-        (
-            "snapkv",
-            {},
-            1,
-            "method 'snapkv' is not calibrated; calibrated methods: adamixkv, duoattention, ",
-        ),
+        ("snapkv", {}, 1, "method 'snapkv' is not calibrated; calibrated methods: adamixkv, duoattention, "),
         ("q-filters", {"sinks": 1}, 1, "method 'q-filters' has no option 'sinks'"),
         ("q-filters", {"calibration": "x"}, 1, "calibration= is the result of calibrating"),
         ("q-filters", {}, 0, "there is no prompt to calibrate on"),
@@ -274,9 +269,7 @@ def test_a_batch_is_no_prompt():
         kvcompress.calibrate(model, "q-filters", [FAMILIES["qwen2"].inputs(model, [9, 9])])
 
 
-def test_a_method_that_gathers_nothing_cannot_be_calibrated(monkeypatch):
-    monkeypatch.setattr(kvcompress.methods, "_METHODS", dict(kvcompress.methods._METHODS))
-
+def test_a_method_that_gathers_nothing_cannot_be_calibrated(registry):
     @kvcompress.register_method("test-gathers-nothing")
     @dataclasses.dataclass(frozen=True)
     class IdleKVCluster(CalibratedKVCluster):

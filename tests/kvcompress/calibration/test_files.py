@@ -23,6 +23,13 @@ from tests.support.kept import kept_of
 MODEL = FAMILIES["qwen2"].build()
 
 
+def kept(method: str, **options: object) -> list[list[int]]:
+    """The columns that MODEL keeps of a prompt, of each layer's heads."""
+    with kvcompress.compress(MODEL, method, 0.3, **options) as session:
+        MODEL(**FAMILIES["qwen2"].inputs(MODEL, [40]))
+    return [head.tolist() for layer in kept_of(session.cache) for head in layer[0]]
+
+
 def test_what_is_saved_is_loaded_and_the_metadata_says_what_it_is(tmp_path):
     made = kvcompress.calibrate(MODEL, "q-filters", text_prompts(MODEL), "random text", 7, recent=3)
     files.save(made, path := tmp_path / "new" / "q.safetensors")
@@ -38,17 +45,10 @@ def test_what_is_saved_is_loaded_and_the_metadata_says_what_it_is(tmp_path):
 
 def test_a_file_that_is_written_anew_is_read_anew(tmp_path):
     made = kvcompress.calibrate(MODEL, "q-filters", text_prompts(MODEL))
-    path, inputs = tmp_path / "q.safetensors", FAMILIES["qwen2"].inputs(MODEL, [40])
-
-    def kept() -> list:
-        with kvcompress.compress(MODEL, "q-filters", 0.3, calibration=str(path)) as session:
-            MODEL(**inputs)
-        return [head.tolist() for layer in kept_of(session.cache) for head in layer[0]]
-
-    files.save(made, path)
-    before = kept()
+    files.save(made, path := tmp_path / "q.safetensors")
+    before = kept("q-filters", calibration=str(path))
     files.save(dataclasses.replace(made, tensors={"filters": -made.tensors["filters"]}), path)
-    assert kept() != before
+    assert kept("q-filters", calibration=str(path)) != before
 
 
 def tampered(tmp_path: Path, **changes: object) -> str:
@@ -113,13 +113,8 @@ def test_another_models_file_is_refused_at_once(other):
 
 
 def test_statistics_from_a_file_change_what_expected_attention_keeps_and_need_not_be_given():
-    inputs = FAMILIES["qwen2"].inputs(MODEL, [40])
-    kept = []
-    for options in ({}, {"calibration": calibration_file("expected-attention", MODEL)}):
-        with kvcompress.compress(MODEL, "expected-attention", 0.3, **options) as session:
-            MODEL(**inputs)
-        kept.append([head.tolist() for layer in kept_of(session.cache) for head in layer[0]])
-    assert kept[0] != kept[1]
+    file = calibration_file("expected-attention", MODEL)
+    assert kept("expected-attention") != kept("expected-attention", calibration=file)
 
 
 # -- what authors have published
@@ -176,18 +171,12 @@ def test_published_files_are_read_as_what_the_method_wants(tmp_path):
 
 
 def test_a_folder_has_a_file_per_method(tmp_path, monkeypatch):
-    (prompt,) = text_prompts(MODEL, 1)
-
-    def kept(method, calibration):
-        with kvcompress.compress(MODEL, method, 0.3, calibration=calibration) as session:
-            MODEL(**prompt)
-        return [head.tolist() for layer in kept_of(session.cache) for head in layer[0]]
-
     monkeypatch.setitem(files.BUNDLED, "mine", tmp_path)
     for method in ("q-filters", "triattention"):
         file = calibration_file(method, MODEL)
         shutil.copy(file, tmp_path / f"{method}.safetensors")
-        assert kept(method, str(tmp_path)) == kept(method, "mine") == kept(method, file)
+        by_folder, by_name, by_file = (kept(method, calibration=given) for given in (str(tmp_path), "mine", file))
+        assert by_folder == by_name == by_file
     with pytest.raises(KVCompressError, match=r"calibration='mine': the folder has no duoattention\.safetensors"):
         kvcompress.compress(MODEL, "duoattention", 0.3, calibration="mine")
 

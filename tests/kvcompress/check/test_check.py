@@ -21,10 +21,8 @@ DEFINITION = python_blocks(DOCS / "adding-a-method.md")[0]
 
 
 @pytest.fixture(autouse=True)
-def registry(monkeypatch, tmp_path):
-    """That forgets what a test adds; and a user's cache of its own."""
-    monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
-    monkeypatch.setattr(methods, "_FILES", set())
+def user(registry, monkeypatch, tmp_path):
+    """Has a registry and a cache of their own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(methods.FILES, raising=False)
 
@@ -109,7 +107,7 @@ WRONG = [
     (MeanOverPads, BATCH, r"qwen2, 50 and 31 tokens, ratio 0.3: row 1, layer 0, KV head 0: entry \d+ of 31 scores"),
     (MeanOverPads, CHUNKS, "prefill_chunk=16, decode_budget=12.*while decoding: entry .* in the batch, .* alone"),
     (EveryPair, LINEAR, "qwen2, 1500 and 3000 tokens: scoring creates a tensor of"),
-    (Unseeded, "the same prompt keeps the same entries", "layer 0 keeps other entries when run again"),
+    (Unseeded, "the same prompt keeps the same entries", "row 0 keeps other entries when run again"),
     (OneTooFew, "each row keeps its budget", r"row 0 keeps \[\[14, 14\].* per layer and head instead of 15"),
     (FirstOfTheBatch, BATCH, "row 0, layer 0 has the same scores, but its choice sums to .* in the batch, .* alone"),
     (AddsToValues, MASKED, "logits compressed differ from those masked by up to"),
@@ -136,20 +134,15 @@ def test_a_right_method_keeps_every_promise_and_its_file_is_noted_until_it_chang
     assert not passed.has_passed(file)
 
 
-def test_a_file_that_was_never_checked_is_warned_of_once(file, monkeypatch, capsys):
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_file_that_was_never_checked_is_warned_of_once(file, is_checked, monkeypatch, capsys):
+    if is_checked:
+        passed.note(file)
     monkeypatch.setenv(methods.FILES, str(file))
     for _ in range(2):
-        kvcompress.list_methods()
-    assert capsys.readouterr().err == (
-        f"warning: {file} was not checked in its present form: python -m kvcompress check {file}\n"
-    )
-
-
-def test_a_checked_file_is_taken_in_silence(file, monkeypatch, capsys):
-    passed.note(file)
-    monkeypatch.setenv(methods.FILES, str(file))
-    assert "value-norm" in kvcompress.list_methods()
-    assert capsys.readouterr().err == ""
+        assert "value-norm" in kvcompress.list_methods()
+    warning = f"warning: {file} was not checked in its present form: python -m kvcompress check {file}\n"
+    assert capsys.readouterr().err == ("" if is_checked else warning)
 
 
 def test_a_damaged_record_is_as_if_nothing_had_passed(file):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvcompress
-from kvcompress import KVCompressError, methods
+from kvcompress import KVCompressError
 from kvcompress.check.reference import generate
 from kvcompress.clusters.base import RENAMED
 from kvcompress.clusters.snapkv import SnapKVCluster
@@ -52,8 +52,7 @@ OWN = {"attended": AttendedKVCluster, "summed": SummedKVCluster, "distinct": Dis
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
+def registered(registry):
     for name, cls in OWN.items():
         kvcompress.register_method(name)(cls)
 

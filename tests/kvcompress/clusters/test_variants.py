@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvcompress
-from kvcompress import KVCompressError, methods
+from kvcompress import KVCompressError
 from kvcompress.policy.make import make_policy
 from kvcompress.policy.options import PRESCRIBED, all_options
 from kvcompress.tokens import TokenMethod
@@ -124,15 +124,13 @@ class InAProperty(Variants):
         (InAProperty, r"InAProperty\.query_window reads `variant`"),
     ],
 )
-def test_a_variant_that_falls_through_to_anothers_code_is_an_error_at_registration(cls, message, monkeypatch):
-    monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
+def test_a_variant_that_falls_through_to_anothers_code_is_an_error_at_registration(cls, message, registry):
     with pytest.raises(KVCompressError, match=message):
         kvcompress.register_method("wrong")(cls)
     assert "wrong" not in kvcompress.list_methods()
 
 
-def test_a_variant_has_its_own_class_attributes_in_place_of_the_methods(monkeypatch):
-    monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
+def test_a_variant_has_its_own_class_attributes_in_place_of_the_methods(registry):
     kvcompress.register_method("variants")(Variants)
     assert [Variants(variant).of_variant("rounds_up") for variant in VARIANTS["pyramidkv"][:2]] == [False, False]
     assert Variants("code").of_variant("rounds_up")

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from kvcompress import KVCompressError
 from kvcompress.engines.blocks import BlockEvictor, carried, obstacle_of
 from kvcompress.methods import make_method
 
@@ -58,12 +57,3 @@ def test_the_methods_that_need_only_keys_and_values_are_carried():
 )
 def test_another_method_is_an_error_that_says_what_it_needs(method, why):
     assert why in obstacle_of(make_method(method))
-
-
-def test_wrong_options_are_errors():
-    with pytest.raises(KVCompressError, match=r"'snapkv' cannot evict in a serving engine: it reads queries.*knorm"):
-        BlockEvictor.of("snapkv", 0.5)
-    with pytest.raises(KVCompressError, match="has no option 'decode_budget'"):
-        BlockEvictor.of("knorm", 0.5, decode_budget=4)
-    with pytest.raises(KVCompressError, match="not in"):
-        BlockEvictor.of("knorm", 1.5)

@@ -64,19 +64,15 @@ def test_openvino_prunes_vision_tokens_by_percent(ratio, percent):
 
 
 WRONG = [
-    ("keydiff 0.2 --tokens 999", "OpenVINO GenAI has nothing like method 'keydiff'; it has: cdpruner, h2o, kvcrush, "),
-    ("snapkv 0.2", "OpenVINO GenAI counts tokens: --tokens says of how long a prompt 0.2 is a part"),
-    ("snapkv 0.2 --tokens 99 layer_budget=pyramid", "OpenVINO GenAI cannot be told layer_budget='pyramid'; of such"),
-    ("snapkv 0.2 --tokens 99 scorer=knorm", "OpenVINO GenAI cannot be told scorer='knorm'; of such"),
-    ("cdpruner 0.2 first_token=compressed", "OpenVINO GenAI cannot be told first_token='compressed'; of such"),
-    (
-        "snapkv 0.2 --tokens 500 decode_budget=64",
-        "OpenVINO GenAI has one budget for prompt and answer: decode_budget=64",
-    ),
-    ("snapkv 0.2 --tokens 300", "a budget of 60 tokens is 2 blocks of 32, but OpenVINO GenAI keeps 1 of first tokens"),
-    ("cdpruner 1", "OpenVINO GenAI prunes 1 to 99 percent of the vision tokens: ratio=1.0"),
-    ("cdpruner 0.5 relevance=none", "OpenVINO GenAI weighs diversity by relevance: relevance='none'"),
-    ("snapkv 0.2 --tokens 999 --out x.pt", "--out 'x.pt' does not end with .json"),
+    ("keydiff 0.2 --tokens 999", "has nothing like method 'keydiff'; it has: cdpruner, h2o, kvcrush, "),
+    ("snapkv 0.2", "counts tokens: --tokens says of how long a prompt 0.2 is a part"),
+    ("snapkv 0.2 --tokens 99 layer_budget=pyramid", "cannot be told layer_budget='pyramid'; of such"),
+    ("snapkv 0.2 --tokens 99 scorer=knorm", "cannot be told scorer='knorm'; of such"),
+    ("cdpruner 0.2 first_token=compressed", "cannot be told first_token='compressed'; of such"),
+    ("snapkv 0.2 --tokens 500 decode_budget=64", "has one budget for prompt and answer: decode_budget=64"),
+    ("snapkv 0.2 --tokens 300", "keeps 1 of first tokens"),
+    ("cdpruner 1", "prunes 1 to 99 percent of the vision tokens: ratio=1.0"),
+    ("cdpruner 0.5 relevance=none", "weighs diversity by relevance: relevance='none'"),
 ]
 
 
@@ -84,8 +80,22 @@ WRONG = [
 def test_what_openvino_cannot_be_told_ends_in_one_line(line, message, capsys):
     assert __main__.main(["export", *line.split(), "--engine", "openvino"]) == 2
     out, err = capsys.readouterr()
-    assert err.startswith(f"error: {message}")
+    assert err.startswith("error: ")
+    assert f"OpenVINO GenAI {message}" in err
     assert (err.count("\n"), out) == (1, "")
+
+
+def openvino_genai(monkeypatch, **more) -> SimpleNamespace:
+    """A package of that name."""
+    package = SimpleNamespace(
+        __version__="2026.4.1.0-3408",
+        SchedulerConfig=SimpleNamespace,
+        GenerationConfig=SimpleNamespace,
+        AggregationMode=SimpleNamespace(SUM="sum"),
+        **more,
+    )
+    monkeypatch.setitem(sys.modules, "openvino_genai", package)
+    return package
 
 
 def test_the_command_writes_what_openvino_is_given(tmp_path, capsys, monkeypatch):
@@ -94,16 +104,12 @@ def test_the_command_writes_what_openvino_is_given(tmp_path, capsys, monkeypatch
     assert __main__.main(line.split()) == 0
     assert "differs: all heads of a layer keep the same tokens" in capsys.readouterr().out
     given = {}
-    package = SimpleNamespace(
-        __version__="2026.4.1.0-3408",
-        SchedulerConfig=SimpleNamespace,
-        GenerationConfig=SimpleNamespace,
-        AggregationMode=SimpleNamespace(SUM="sum"),
+    package = openvino_genai(
+        monkeypatch,
         KVCrushAnchorPointMode=SimpleNamespace(ALTERNATING="alternating"),
         KVCrushConfig=lambda *values: values,
         CacheEvictionConfig=lambda **values: given.update(values),
     )
-    monkeypatch.setitem(sys.modules, "openvino_genai", package)
     scheduler, _ = openvino.load(file)
     assert scheduler.use_cache_eviction
     assert given == {
@@ -123,13 +129,7 @@ def test_the_command_writes_what_openvino_is_given(tmp_path, capsys, monkeypatch
 def test_a_file_that_was_changed_by_hand_is_refused_in_one_line(tmp_path, monkeypatch):
     changed = {"engine": "openvino", "settings": {"cache_eviction_config": {"aggregation_mode": "MEAN"}}}
     (tmp_path / "x.json").write_text(json.dumps(changed))
-    package = SimpleNamespace(
-        __version__="2026.4.1.0",
-        SchedulerConfig=SimpleNamespace,
-        GenerationConfig=SimpleNamespace,
-        AggregationMode=SimpleNamespace(SUM="sum"),
-    )
-    monkeypatch.setitem(sys.modules, "openvino_genai", package)
+    openvino_genai(monkeypatch)
     with pytest.raises(KVCompressError, match=r": OpenVINO GenAI refuses it: .* no attribute 'MEAN'$"):
         openvino.load(tmp_path / "x.json")
 
@@ -201,33 +201,22 @@ def test_the_engines_are_told_budget_and_interval(calibration, tmp_path):
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        ("snapkv", {"ratio": 1}, "TensorRT-LLM has nothing like method 'snapkv'; it has: triattention"),
-        (
-            "triattention",
-            {"ratio": 0.5},
-            "TensorRT-LLM evicts while decoding only: give the ratio 1 and decode_budget=",
-        ),
-        ("triattention", {"ratio": 1}, "TensorRT-LLM evicts while decoding only: give the ratio 1 and decode_budget="),
-        ("triattention", {"farthest": 9}, "TensorRT-LLM looks ahead by 65536 tokens: farthest=9"),
-        ("triattention", {"protect": "text"}, "TensorRT-LLM cannot be told protect='text', only protect='prompt'"),
-        ("triattention", {"merge": "average"}, "TensorRT-LLM cannot be told merge='average'"),
-        (
-            "triattention",
-            {"group": "mean"},
-            "TensorRT-LLM takes the largest score of a KV head's queries: group='mean'",
-        ),
+        ("snapkv", {"ratio": 1}, "has nothing like method 'snapkv'; it has: triattention"),
+        ("triattention", {"ratio": 0.5}, "evicts while decoding only: give the ratio 1 and decode_budget="),
+        ("triattention", {"ratio": 1}, "evicts while decoding only: give the ratio 1 and decode_budget="),
+        ("triattention", {"farthest": 9}, "looks ahead by 65536 tokens: farthest=9"),
+        ("triattention", {"protect": "text"}, "cannot be told protect='text', only protect='prompt'"),
+        ("triattention", {"merge": "average"}, "cannot be told merge='average'"),
+        ("triattention", {"group": "mean"}, "takes the largest score of a KV head's queries: group='mean'"),
     ],
 )
 def test_what_tensorrt_llm_cannot_be_told_writes_nothing(method, options, message, calibration, tmp_path):
     if method == "triattention":
-        options = {
-            "calibration": calibration,
-            **({} if "ratio" in options else {"ratio": 1, "decode_budget": 9}),
-            **options,
-        }
+        decoding = {} if "ratio" in options else {"ratio": 1, "decode_budget": 9}
+        options = {"calibration": calibration, **decoding, **options}
     with pytest.raises(KVCompressError) as caught:
         triattention.export(make_policy(method, **options), "tensorrt-llm", tmp_path / "stats.pt")
-    assert str(caught.value).startswith(message)
+    assert str(caught.value).startswith(f"TensorRT-LLM {message}")
     assert not [*tmp_path.iterdir()]
 
 
@@ -238,7 +227,14 @@ def test_a_calibration_of_partly_rotated_heads_has_no_place_in_the_file(tmp_path
         triattention.write(known, tmp_path / "stats.pt")
 
 
-def test_a_calibration_needs_a_file_to_go_to(calibration, capsys):
-    line = ["export", "triattention", "1", f"calibration={calibration}", "decode_budget=9", "--engine", "tensorrt-llm"]
-    assert __main__.main(line) == 2
-    assert capsys.readouterr().err == "error: --engine tensorrt-llm needs --out NAME.pt for the calibration\n"
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--engine tensorrt-llm", "--engine tensorrt-llm needs --out NAME.pt for the calibration"),
+        ("--engine tensorrt-llm --out x.json", "--out 'x.json' does not end with .pt"),
+        ("--engine openvino --out x.pt", "--out 'x.pt' does not end with .json"),
+    ],
+)
+def test_an_engine_has_a_file_of_its_own_kind(flags, message, capsys):
+    assert __main__.main(["export", "snapkv", "1", *flags.split()]) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"

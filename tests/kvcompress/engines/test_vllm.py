@@ -1,15 +1,10 @@
 """vLLM answers with the tokens that transformers answers with, unpruned and pruned. Run by scripts/test_engines.sh."""
 
-import json
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoProcessor
 
 import kvcompress
 from tests.kvcompress.engines import tiny_qwen
@@ -18,7 +13,6 @@ from tests.kvcompress.engines.compared import PRUNED
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[3]
 OWN_METHOD = '''
 from dataclasses import dataclass
 import torch
@@ -45,45 +39,22 @@ def checkpoint(request, tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint) -> torch.nn.Module:
-    return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
 def prompts(checkpoint) -> list[dict]:
     processor = AutoProcessor.from_pretrained(checkpoint)
     return [tiny_qwen.inputs_of(processor, prompt) for prompt in tiny_qwen.prompts()]
 
 
 @pytest.fixture(scope="module")
-def own_method(tmp_path_factory) -> str:
-    file = tmp_path_factory.mktemp("methods") / "loudest.py"
-    file.write_text(OWN_METHOD)
-    return str(file)
-
-
-@pytest.fixture(scope="module")
-def vllm(checkpoint, own_method, tmp_path_factory) -> dict[str, list[dict]]:
+def vllm(vllm_answers) -> dict[str, list[dict]]:
     """The answers of all engines. `evs` is asked for by the environment, in a process of its own."""
     by_argument = {name: engine for name, engine in PRUNED.items() if name != "evs"}
     arguments = []
     for asked, others in by_argument.values():
         arguments.append({**({"hf_overrides": {"kvcompress": asked}} if asked else {}), **others})
-    environment = {**os.environ, "KVCOMPRESS_METHODS": own_method}
-    folder = tmp_path_factory.mktemp("answers")
-    found = dict(zip(by_argument, run(checkpoint, folder / "all.json", arguments, environment), strict=True))
+    found = dict(zip(by_argument, vllm_answers(arguments), strict=True))
     asked, others = PRUNED["evs"]
-    environment |= {"KVCOMPRESS_METHOD": asked["method"], "KVCOMPRESS_RATIO": str(asked["ratio"])}
-    return {**found, "evs": run(checkpoint, folder / "evs.json", [others], environment)[0]}
-
-
-def run(checkpoint: str, result: Path, engines: list[dict], environment: dict[str, str]) -> list[list[dict]]:
-    command = [sys.executable, "-m", "tests.kvcompress.engines.vllm_answers", checkpoint, str(result)]
-    done = subprocess.run(
-        [*command, *map(json.dumps, engines)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(result.read_text())
+    by_environment = {"KVCOMPRESS_METHOD": asked["method"], "KVCOMPRESS_RATIO": str(asked["ratio"])}
+    return {**found, "evs": vllm_answers([others], **by_environment)[0]}
 
 
 def answers(model, prompts: list[dict], method: str = "full", **options) -> list[list[int]]:

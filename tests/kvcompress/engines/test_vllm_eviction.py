@@ -1,14 +1,7 @@
 """vLLM evicts blocks of a prompt and answers as transformers does without them. Run by scripts/test_engines.sh."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch
-from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
+from transformers import AutoProcessor
 
 from tests.kvcompress.engines import tiny_qwen
 from tests.kvcompress.engines.compared import EVICTED, FEW_BLOCKS
@@ -16,7 +9,6 @@ from tests.kvcompress.engines.compared import EVICTED, FEW_BLOCKS
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[3]
 SIZE = 32  # tokens of a block
 OWN_METHOD = '''
 from dataclasses import dataclass
@@ -33,36 +25,12 @@ class Upwards(kvcompress.KVCluster):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> str:
-    return tiny_qwen.save("qwen2.5-vl", tmp_path_factory.mktemp("qwen"))
-
-
-@pytest.fixture(scope="module")
-def own_method(tmp_path_factory) -> str:
-    file = tmp_path_factory.mktemp("methods") / "upwards.py"
-    file.write_text(OWN_METHOD)
-    return str(file)
-
-
-@pytest.fixture(scope="module")
-def vllm(checkpoint, own_method, tmp_path_factory) -> dict[str, list[dict]]:
-    result = tmp_path_factory.mktemp("answers") / "all.json"
+def vllm(vllm_answers) -> dict[str, list[dict]]:
     arguments = [
         {**({"hf_overrides": {"kvcompress": asked}} if asked else {}), "long": True, "block_size": SIZE, **others}
         for asked, others in EVICTED.values()
     ]
-    command = [sys.executable, "-m", "tests.kvcompress.engines.vllm_answers", checkpoint, str(result)]
-    environment = {**os.environ, "KVCOMPRESS_METHODS": own_method}
-    done = subprocess.run(
-        [*command, *map(json.dumps, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return dict(zip(EVICTED, json.loads(result.read_text()), strict=True))
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint) -> PreTrainedModel:
-    return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    return dict(zip(EVICTED, vllm_answers(arguments), strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,9 @@ def arguments(**overrides) -> SimpleNamespace:
     return SimpleNamespace(hf_overrides=overrides, video_pruning_rate=None)
 
 
-def test_without_being_asked_it_changes_nothing():
-    given = arguments(text_config={"x": 1})
+@pytest.mark.parametrize("asked", [{}, {"kvcompress": {"method": "evs", "ratio": 1}}])
+def test_where_nothing_is_to_be_pruned_vllm_is_as_it_is(asked):
+    given = arguments(**asked, text_config={"x": 1})
     configure(given)
     assert given == arguments(text_config={"x": 1})
 
@@ -89,21 +90,17 @@ def test_eviction_is_refused_where_it_does_not_reach(taken, cpu):
         configure(evicting())
 
 
-def test_a_ratio_of_1_is_vllm_as_it_is():
-    given = arguments(kvcompress={"method": "evs", "ratio": 1}, x=1)
-    configure(given)
-    assert given == arguments(x=1)
-
-
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
         ({"method": "evss", "ratio": 0.5}, "did you mean 'evs'"),
         ({"method": "evs"}, "needs ratio="),
         ({"method": "evs", "ratio": 0}, "not in"),
-        ({"method": "snapkv", "ratio": 0.5}, "cannot evict in a serving engine: it reads queries"),
+        ({"method": "evs", "ratio": 0.5, "cache_implementation": "static"}, "no option 'cache_implementation'"),
+        ({"method": "snapkv", "ratio": 0.5}, "cannot evict in a serving engine: it reads queries.*knorm"),
         ({"method": "fastv", "ratio": 0.5}, "cannot prune in a serving engine"),
         ({"method": "knorm"}, "needs ratio="),
+        ({"method": "knorm", "ratio": 1.5}, "not in"),
         ({"method": "knorm", "ratio": 0.5, "decode_budget": 8}, "no option 'decode_budget'"),
         ({"ratio": 0.5}, "names no method"),
         ("evs", "not the method with its options"),

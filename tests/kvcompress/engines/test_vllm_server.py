@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoProcessor
 
 import kvcompress
 from tests.kvcompress.engines import tiny_qwen
@@ -30,11 +29,6 @@ QUIET = {
 }  # fmt: skip
 SIZE = 32  # tokens of a block, where they are evicted
 START = 900  # seconds that a server may take to start, on a machine that is busy
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> str:
-    return tiny_qwen.save("qwen2.5-vl", tmp_path_factory.mktemp("qwen"))
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +95,8 @@ def ask(url: str, asked: dict) -> dict:
     return json.load(urllib.request.urlopen(body, timeout=120))
 
 
-def test_answers_of_a_server_that_evicts_are_those_without_the_blocks(evicting, checkpoint):
+def test_answers_of_a_server_that_evicts_are_those_without_the_blocks(evicting, checkpoint, model):
     processor = AutoProcessor.from_pretrained(checkpoint)
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
     for prompt in tiny_qwen.long_prompts()[:8:2]:  # of text
         asked = {"model": "tiny", "prompt": prompt["prompt"], "max_tokens": tiny_qwen.ANSWER, "temperature": 0}
         reply = ask(f"{evicting}/v1/completions", {**asked, "ignore_eos": True, "return_token_ids": True})
@@ -113,7 +106,7 @@ def test_answers_of_a_server_that_evicts_are_those_without_the_blocks(evicting, 
         assert reply["choices"][0]["token_ids"] == wanted
 
 
-def test_a_chat_with_a_picture_is_answered_as_by_transformers(pruning, checkpoint):
+def test_a_chat_with_a_picture_is_answered_as_by_transformers(pruning, checkpoint, model):
     picture = tiny_qwen.prompts()[0]["multi_modal_data"]["image"][0]
     encoded = io.BytesIO()
     picture.save(encoded, "PNG")
@@ -126,7 +119,6 @@ def test_a_chat_with_a_picture_is_answered_as_by_transformers(pruning, checkpoin
     reply = ask(f"{pruning}/v1/chat/completions", asked)
 
     processor = AutoProcessor.from_pretrained(checkpoint)
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
     text = "[user] <|vision_start|><|image_pad|><|vision_end|>What?[assistant] "
     inputs = tiny_qwen.inputs_of(processor, {"prompt": text, "multi_modal_data": {"image": [picture]}})
     with kvcompress.compress(model, "divprune", ratio=0.25) as session:

@@ -153,8 +153,7 @@ class PublishedKVCluster(kvcompress.KVCluster):
 
 
 @pytest.fixture
-def published(monkeypatch):
-    monkeypatch.setattr(kvcompress.methods, "_METHODS", dict(kvcompress.methods._METHODS))
+def published(registry):
     kvcompress.register_method("published")(PublishedKVCluster)
 
 

@@ -35,10 +35,7 @@ def test_what_is_wrong_is_one_line_before_anything_is_loaded(capsys, monkeypatch
         (["org/model", "snapvk", "0.2"], "there is no method 'snapvk' (did you mean 'snapkv'?)"),
         ([*RIGHT, "windowsize=4"], "method 'snapkv' has no option 'windowsize' (did you mean 'window_size'?)"),
         (["org/model", "full", "0.2"], "method 'full' compresses nothing"),
-        (
-            [*RIGHT, "cache_implementation=quantized"],
-            "requests in flight do not go with cache_implementation='quantized'",
-        ),
+        ([*RIGHT, "cache_implementation=quantized"], "do not go with cache_implementation='quantized'"),
         ([*RIGHT, "--port", "70000"], "argument --port"),
         ([*RIGHT, "--host", "256.0.0.1"], "--host 256.0.0.1 --port 8000: "),
     ]:

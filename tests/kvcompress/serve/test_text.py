@@ -57,10 +57,5 @@ def test_a_character_of_several_tokens_comes_whole_and_a_possible_stop_string_is
 
 def test_a_request_that_began_again_repeats_nothing():
     text, tokens = AnswerText(Bytes()), list(b"abcd")
-    assert [text.add(tokens[:2]), text.add(tokens[:1]), text.add(tokens[:2]), text.add(tokens[:3])] == [
-        "ab",
-        "",
-        "",
-        "c",
-    ]
+    assert [text.add(tokens[:end]) for end in (2, 1, 2, 3)] == ["ab", "", "", "c"]
     assert text.end(tokens) == "d"

@@ -132,6 +132,11 @@ def test_parts_left_out_take_no_memory_and_the_rest_answers_the_same(omni_checkp
     assert torch.equal(answer.text, answered(omni, prompt).text)
 
 
+def test_an_unknown_part_is_refused(omni_checkpoint):
+    with pytest.raises(KVCompressError, match="no part 'ears'"):
+        answering.load(omni_checkpoint, "float32", CPU, ["ears"])
+
+
 def test_loading_without_a_tower_says_nothing_of_its_weights(omni_checkpoint, capfd):
     answering.load(omni_checkpoint, "float32", CPU, ["vision", "audio", "speech"])
     assert "UNEXPECTED" not in "".join(capfd.readouterr())

@@ -222,11 +222,6 @@ def test_what_fails_in_either_is_raised_and_ends_the_other(omni, given):
             generate_overlapped(model, **given, **criteria, **lengths(100_000, 100_000))
 
 
-def test_a_thinker_that_fails_at_once_is_raised(omni, given):
-    with pytest.raises(ValueError, match="no_such_setting"):
-        generate_overlapped(omni[0], **given, thinker_no_such_setting=1)
-
-
 def test_a_stream_that_is_closed_ends_the_thinker(omni, omni_inputs):
     model, _ = omni
     inputs = answering._for_thinker_only(omni_inputs)
@@ -235,15 +230,18 @@ def test_a_stream_that_is_closed_ends_the_thinker(omni, omni_inputs):
     source.close()
 
 
-def test_a_text_of_one_token_is_refused(omni, given):
-    with pytest.raises(KVCompressError, match="the text has 1 token: at least 2 can be spoken"):
-        generate_overlapped(omni[0], **given, thinker_max_new_tokens=1)
-
-
-def test_several_prompts_are_refused(omni, given):
-    given["input_ids"] = given["input_ids"].repeat(2, 1)
-    with pytest.raises(KVCompressError, match="2 prompts: speech can overlap text for one prompt at a time"):
-        generate_overlapped(omni[0], **given)
+@pytest.mark.parametrize(
+    ("more", "rows", "message"),
+    [
+        ({"thinker_no_such_setting": 1}, 1, "no_such_setting"),
+        ({"thinker_max_new_tokens": 1}, 1, "the text has 1 token: at least 2 can be spoken"),
+        ({}, 2, "2 prompts: speech can overlap text for one prompt at a time"),
+    ],
+)
+def test_what_cannot_be_spoken_is_refused(omni, given, more, rows, message):
+    given["input_ids"] = given["input_ids"].repeat(rows, 1)
+    with pytest.raises(ValueError, match=message):
+        generate_overlapped(omni[0], **given, **more)
 
 
 def test_a_thinker_that_reads_its_last_token_is_found_out(omni, given, monkeypatch):

@@ -12,17 +12,11 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniTo
 from kvcompress import KVCompressError
 from kvcompress.speech import answering, streaming
 from kvcompress.speech.prompts import SpeechPrompt, model_inputs
-from kvcompress.speech.streaming import BlockNoise, GivenNoise, SoundStream, Window, stream, vocoder_reach
+from kvcompress.speech.streaming import STEPS, BlockNoise, GivenNoise, SoundStream, Window, stream, vocoder_reach
 from tests.support.omni import CODE_S, MEL, UNHEARD, randomize_sound, tiny_config
 
 SEED = 5
 EXACT = "exact"
-STEPS = 3  # in place of ten, from which the sound of a window differs in the same way, but which take longer
-
-
-@pytest.fixture(autouse=True)
-def steps(monkeypatch):
-    monkeypatch.setattr(streaming, "STEPS", STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +38,11 @@ def codes() -> torch.Tensor:
     return torch.randint(0, 60, (1, 61), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def whole(token2wav, voice, codes) -> torch.Tensor:
     """transformers' own waveform of the noise that streams begin with."""
     with torch.no_grad(), GivenNoise(noise_of(token2wav, codes.shape[1])):
-        return token2wav(codes, *voice, num_steps=STEPS)
+        return token2wav(codes, *voice, num_steps=streaming.STEPS)
 
 
 def noise_of(token2wav, codes: int) -> torch.Tensor:
@@ -68,9 +62,8 @@ def heard(sound: SoundStream, codes: torch.Tensor, at_a_time: int = 7) -> list[t
 
 
 def test_the_steps_are_those_of_a_whole_waveform_and_an_exact_window_sees_all_that_they_reach(token2wav, monkeypatch):
-    monkeypatch.undo()
-    default = inspect.signature(token2wav.code2wav_dit_model.sample).parameters["num_steps"].default
-    assert default == streaming.STEPS
+    monkeypatch.setattr(streaming, "STEPS", STEPS)
+    assert inspect.signature(token2wav.code2wav_dit_model.sample).parameters["num_steps"].default == STEPS
     assert Window.exact(token2wav, 8) == Window(8, 36, 36)
 
 
@@ -105,7 +98,6 @@ def test_what_waits_does_not_grow(token2wav, voice, monkeypatch):
         "sample",
         lambda *given, **rest: seen.append(given[2].shape[1]) or sample(*given, **rest),
     )
-    monkeypatch.setattr(streaming, "STEPS", 2)
     sound, held, samples = SoundStream(token2wav, *voice, Window(8, 2, 1), SEED), [], 0
     for _ in range(4):
         most = 0
@@ -134,12 +126,7 @@ def test_a_window_that_cannot_be_is_refused(given):
 # The model
 
 
-@pytest.fixture
-def two_steps(monkeypatch):
-    monkeypatch.setattr(streaming, "STEPS", 2)  # as many as `omni` takes
-
-
-def test_a_streamed_answer_is_the_answer(omni, hello, two_steps):
+def test_a_streamed_answer_is_the_answer(omni, hello):
     model, _ = omni
     given = {"text_tokens": 4, "codec_tokens": 40, "exact": True, "seed": SEED}
     with GivenNoise(noise_of(model.token2wav, 40 - UNHEARD)):
@@ -158,7 +145,7 @@ def test_a_streamed_answer_is_the_answer(omni, hello, two_steps):
     assert streamed.codes == 40
 
 
-def test_the_first_block_is_there_while_the_talker_writes_and_closing_ends_the_answer(omni, hello, two_steps):
+def test_the_first_block_is_there_while_the_talker_writes_and_closing_ends_the_answer(omni, hello):
     model, _ = omni
     before, threads = vars(model.token2wav)["forward"], threading.active_count()
     lengths = {"thinker_max_new_tokens": 4, "talker_max_new_tokens": 100_000}
