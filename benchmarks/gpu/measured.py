@@ -151,9 +151,9 @@ def markdown(folder: Path) -> str:
         "## Launches and waits",
         "Kernels per layer and waits per pass, smollm2-135m's shape, 512 tokens, batch 1; counted by the profiler, and "
         "in brackets on the [pretended device](launches.md) with today's code, where that says otherwise. The waits of "
-        "`streamingllm` were real and have been fixed: torch 2.11 waits where a single number is set. Since then the "
-        "window's logits take two kernels fewer, and a step over the ragged entries of `adakv` four: the kernel that "
-        "attends writes the new token, too.",
+        "`streamingllm` were real and have been fixed: torch 2.11 waits where a single number is set. Since then a "
+        "prefill that compresses takes some ten kernels fewer, and a step over the ragged entries of `adakv` four: the "
+        "kernel that attends writes the new token, too.",
         *launches(loaded(folder, "launches"), json.loads((RESULTS / "launches.json").read_text())),
         "## The prefill",
         f"{SHAPE}'s shape, 8,192 tokens, before and after the window's logits were multiplied by tensor cores without "

@@ -187,8 +187,13 @@ class Memory:
         """Append the kept entries of a prompt to the stored ones. `kept.indices` are columns of that prompt."""
         first = self.seen
         self.merge_threshold, self.noted = kept.merge_threshold, kept.noted
-        self.log.add(tokens, (kept.indices >= 0).sum(2).float().mean(1))
-        kept = replace(kept, indices=torch.where(kept.indices < 0, -1, kept.indices + first))
+        if kept.fills_all_slots:
+            rows, _, slots = kept.indices.shape
+            self.log.add(tokens, kept.indices.new_full((rows,), slots, dtype=torch.float32))
+        else:
+            self.log.add(tokens, (kept.indices >= 0).sum(2).float().mean(1))
+        if first:
+            kept = replace(kept, indices=torch.where(kept.indices < 0, -1, kept.indices + first))
         if self.storage is not None and self.storage.is_final:
             self.storage.extend(kept, first)
             self._seen_when_stored = first + tokens.columns

@@ -8,6 +8,7 @@ hold nothing.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -60,8 +61,7 @@ def window_logits(
     recent = queries[:, :, -window:].reshape(batch, kv_heads, groups * window, head_dim)
     logits = products(recent, keys).mul_(scaling).view(batch, kv_heads, groups, window, columns)
     if key_columns is None:  # the last `window` columns are causal; all columns before them are visible
-        future = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
-        logits[..., -window:].masked_fill_(future, float("-inf"))
+        logits[..., -window:].masked_fill_(_future(window, keys.device), float("-inf"))
     else:
         query_columns = torch.arange(seen - window, seen, device=keys.device)
         future = key_columns[:, :, None, :] > query_columns[:, None]
@@ -69,6 +69,13 @@ def window_logits(
     if padding is not None:
         logits.masked_fill_(pad_columns(padding, columns)[:, :, None, None, :], float("-inf"))
     return logits
+
+
+@lru_cache(maxsize=32)  # the same in every layer
+def _future(window: int, device: torch.device) -> torch.Tensor:
+    """Return bool (window, window), True where the key comes after the query."""
+    with torch.inference_mode(False):
+        return torch.ones(window, window, dtype=torch.bool, device=device).triu(1)
 
 
 def window_attention(
