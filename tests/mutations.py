@@ -337,10 +337,7 @@ MUTATIONS = {
         "appended = torch.arange(seen - new, seen, device=columns.device)",
         "appended = torch.arange(seen - new, seen, device=columns.device) - 1",
         "a decoded token is noted under the column before it",
-        (
-            CORE + "cache/test_cache.py",
-            INVARIANTS + "::test_kept_indices_are_ascending_columns_of_real_tokens",
-        ),
+        (INVARIANTS + "::test_decoding_equals_the_full_cache_under_a_mask_that_hides_what_was_dropped",),
     ),
     "static-fork": Mutation(
         "cache/storage/static.py",
