@@ -335,7 +335,7 @@ MUTATIONS = {
     "appended-column": Mutation(
         "cache/storage/base.py",
         "appended = torch.arange(seen - new, seen, device=columns.device)",
-        "appended = torch.arange(seen - new, seen, device=columns.device) - 1",
+        "appended = torch.arange(seen - new - 1, seen - 1, device=columns.device)",
         "a decoded token is noted under the column before it",
         (INVARIANTS + "::test_decoding_equals_the_full_cache_under_a_mask_that_hides_what_was_dropped",),
     ),
