@@ -277,7 +277,7 @@ MUTATIONS = {
         "        if False:\n            last =",
         "a token that is fed again has all entries quantized a second time",
         (
-            CORE + "cache/test_turboquant.py::test_entries_are_packed_once",
+            CORE + "cache/test_packed.py::test_bytes_stay_when_more_comes",
             CORE + "cache/test_quantized.py::test_a_token_that_is_fed_again_leaves_the_others_as_they_are",
         ),
     ),
@@ -333,14 +333,11 @@ MUTATIONS = {
         (INVARIANTS + "::test_decoding_equals_the_full_cache_under_a_mask_that_hides_what_was_dropped",),
     ),
     "appended-column": Mutation(
-        "cache/storage/dense.py",
-        "appended = torch.arange(seen - (self.length - self.entries), seen, device=self.keys.device)",
-        "appended = torch.arange(seen - (self.length - self.entries), seen, device=self.keys.device) - 1",
+        "cache/storage/base.py",
+        "appended = torch.arange(seen - new, seen, device=columns.device)",
+        "appended = torch.arange(seen - new - 1, seen - 1, device=columns.device)",
         "a decoded token is noted under the column before it",
-        (
-            CORE + "cache/test_cache.py",
-            INVARIANTS + "::test_kept_indices_are_ascending_columns_of_real_tokens",
-        ),
+        (INVARIANTS + "::test_decoding_equals_the_full_cache_under_a_mask_that_hides_what_was_dropped",),
     ),
     "static-fork": Mutation(
         "cache/storage/static.py",
@@ -441,8 +438,8 @@ MUTATIONS = {
     # -- cache: a layer's passes
     "continuation-causal": Mutation(
         "cache/passes.py",
-        "new = torch.ones(query_length, query_length, dtype=torch.bool, device=device).tril()",
-        "new = torch.ones(query_length, query_length, dtype=torch.bool, device=device).tril(1)",
+        "visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None]",
+        "visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries + 1)[None]",
         "a token of a second prompt sees the one behind it",
         (INVARIANTS + "::test_a_second_prompt_sees_what_was_kept_and_is_compressed_in_turn",),
     ),
@@ -465,8 +462,8 @@ MUTATIONS = {
     ),
     "sums-of-other-rows": Mutation(
         "cache/memory.py",
-        "self.sums = None if self.sums is None else self.sums[rows]",
-        "self.sums = self.sums",
+        'for name in ("sums", "merge_threshold", "attended", "answer_scores", "noted"):',
+        'for name in ("merge_threshold", "attended", "answer_scores", "noted"):',
         "running sums do not follow the rows that beams select",
         (CORE + "cache/test_decode_eviction.py::test_what_is_remembered_of_a_row_follows_it_where_rows_change_places",),
     ),
@@ -695,8 +692,8 @@ MUTATIONS = {
     ),
     "resumed-prompt-sees-ahead": Mutation(
         "cache/resumed.py",
-        ".tril(columns - query_length)",
-        ".tril(columns - query_length + 1)",
+        "return causal(query_length, columns, self.tokens.pads(columns, device), device)[:, None]",
+        "return causal(query_length, columns, self.tokens.pads(columns, device), device)[:, None] | True",
         "behind a known beginning a token sees the one behind it",
         (CORE + "hooks/test_prefix_cache.py",),
     ),

@@ -6,7 +6,6 @@ import torch
 
 from ..scoring.answer import Answer
 from ..scoring.rotary import Rotary
-from ..scoring.windows import pad_columns
 from .passes import KeysAndValues, Pass, Waiting
 
 
@@ -24,11 +23,9 @@ class AnswerPass(Pass):
         super().__init__(waiting.choice, waiting.memory)
         self.waiting, states = waiting, waiting.states
         keys, values, batch = states.keys, states.values, len(states.keys)
-        self._before = torch.ones(
-            batch, 1, keys.shape[2], dtype=torch.bool, device=keys.device
-        )  # what all queries may see
-        if waiting.tokens.padding is not None:
-            self._before = ~pad_columns(waiting.tokens.padding.to(keys.device), keys.shape[2])
+        pads = waiting.tokens.pads(keys.shape[2], keys.device)
+        # What all queries may see.
+        self._before = keys.new_ones(batch, 1, keys.shape[2], dtype=torch.bool) if pads is None else ~pads[:, None]
         if self.memory.storage is not None:  # a prompt on a filled cache
             old = self.memory.storage.read()
             keys, values = torch.cat([old[0], keys], 2), torch.cat([old[1], values], 2)

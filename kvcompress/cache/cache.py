@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin, cache_utils
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..clusters.calibrated import check_calibrated_for
 from ..clusters.learned import check_learned_for
@@ -26,7 +26,7 @@ from ..scoring.rotary import Rotary
 from ..scoring.vision import vision_token_ids
 from . import saved
 from .hiding import Hiding
-from .layer import CompressedLayer, states_of
+from .layer import CompressedLayer, nbytes_of
 from .new_tokens import NewTokens, check_past
 from .scope import evictable
 from .storage.static import StaticStorage
@@ -325,12 +325,17 @@ class CompressedCache(DynamicCache):
     @contextmanager
     def other_layers_unchanged(self) -> Iterator[None]:
         """Context manager that restores the layers with transformers' own storage."""
-        others = copy.deepcopy({i: one for i, one in enumerate(self.layers) if not isinstance(one, CompressedLayer)})
+        others = copy.deepcopy(self.other_layers)
         try:
             yield
         finally:
             for layer_idx, layer in others.items():
                 self.layers[layer_idx] = layer
+
+    @property
+    def other_layers(self) -> dict[int, CacheLayerMixin]:
+        """The layers with transformers' own storage, by their index."""
+        return {i: layer for i, layer in enumerate(self.layers) if not isinstance(layer, CompressedLayer)}
 
     @property
     def is_empty(self) -> bool:
@@ -350,12 +355,7 @@ class CompressedCache(DynamicCache):
     @property
     def nbytes(self) -> int:
         """Bytes allocated for keys, values, their index and other layers' states, spare room included."""
-        return sum(
-            layer.nbytes
-            if isinstance(layer, CompressedLayer)
-            else sum(state.untyped_storage().nbytes() for state in states_of(layer))
-            for layer in self.layers
-        )
+        return sum(layer.nbytes for layer in self.compressed_layers) + nbytes_of(self.other_layers.values())
 
     @property
     def room_nbytes(self) -> int:

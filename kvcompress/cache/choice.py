@@ -55,9 +55,6 @@ class Choice:
             for length, images in zip(tokens.context, tokens.vision_lengths, strict=True)
         ]
 
-    def as_stored(self, keys: torch.Tensor) -> torch.Tensor:
-        return self.policy.cluster.as_stored(keys)
-
     def view(
         self, tokens: NewTokens, budgets: list[int], states: States, merge_threshold: torch.Tensor | None
     ) -> LayerView:

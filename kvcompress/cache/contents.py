@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from .cache import CompressedCache
-from .layer import CompressedLayer, states_of
+from .layer import nbytes_of
 from .memory import Memory
 
 
@@ -28,11 +28,10 @@ class Contents:
     @classmethod
     def of(cls, cache: CompressedCache) -> "Contents":
         """Return the present contents; the cache goes on without changing them."""
-        others = {i: layer for i, layer in enumerate(cache.layers) if not isinstance(layer, CompressedLayer)}
         contents = cls(
             [layer.fork() for layer in cache.compressed_layers],
             [layer.keys for layer in cache.compressed_layers],
-            copy.deepcopy(others),
+            copy.deepcopy(cache.other_layers),
         )
         cache.finish()
         return contents
@@ -48,5 +47,4 @@ class Contents:
 
     @property
     def nbytes(self) -> int:
-        others = sum(state.untyped_storage().nbytes() for layer in self.others.values() for state in states_of(layer))
-        return sum(memory.nbytes for memory in self.memories) + others
+        return sum(memory.nbytes for memory in self.memories) + nbytes_of(self.others.values())

@@ -39,13 +39,13 @@ class JoinedMemory(Memory):
             counts: entries of `held`, [row][head].
         """
         super().__init__(policy, None)
-        self._length = max(seen)
-        self.shift = on_device([self._length - each for each in seen], held.indices.device)[:, None, None]
+        columns = self._seen_when_stored = max(seen)
+        self.shift = on_device([columns - each for each in seen], held.indices.device)[:, None, None]
         self.result = replace(held, indices=torch.where(held.indices < 0, -1, held.indices + self.shift))
         self._counts = counts
         self.latest_queries, self.decoded = [] if queries is None else [queries], decoded
         logs, first = [memory.log for memory in memories], memories[0]
-        self.log = SequenceLog(self._length, list(seen), row_seeds=tuple(log.row_seeds[0] for log in logs))
+        self.log = SequenceLog(columns, list(seen), row_seeds=tuple(log.row_seeds[0] for log in logs))
         if logs[0].shares is not None:
             self.log.shares = [[log.shares[layer][0] for log in logs] for layer in range(len(logs[0].shares))]
         self.log.vision, self.log.has_vision = logs[0].vision, logs[0].has_vision
@@ -63,10 +63,6 @@ class JoinedMemory(Memory):
         noted = None if memory.noted is None else memory.noted.shape[1:]
         alone = id(memory) if memory.rotary is not None else None  # prompts have different positions
         return memory.log.shares is None, memory.merge_threshold is None, noted, alone
-
-    @property
-    def length(self) -> int:
-        return self._length
 
     @property
     def has_no_pads(self) -> bool:

@@ -1,7 +1,7 @@
 """`CompressedLayer`: one layer of the cache, as seen by transformers and the attention function."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -68,13 +68,14 @@ def on_their_way(keys: torch.Tensor, layer: CacheLayerMixin) -> torch.Tensor:
     return keys
 
 
-def states_of(layer: object) -> list[torch.Tensor]:
-    """Return the tensors of a cache layer of transformers' own, of any kind."""
+def nbytes_of(layers: Iterable[CacheLayerMixin]) -> int:
+    """Return the bytes that cache layers of transformers' own hold, of any kind."""
     states = []
-    for name in ("keys", "values", "conv_states", "recurrent_states"):
-        state = getattr(layer, name, None)
-        states += state.values() if isinstance(state, dict) else [state]
-    return [state for state in states if state is not None]
+    for layer in layers:
+        for name in ("keys", "values", "conv_states", "recurrent_states"):
+            state = getattr(layer, name, None)
+            states += state.values() if isinstance(state, dict) else [state]
+    return sum(state.untyped_storage().nbytes() for state in states if state is not None)
 
 
 class CompressedLayer(CacheLayerMixin):

@@ -9,7 +9,6 @@ from ..device import Arriving
 from ..policy.policy import Policy
 from ..scoring.layer_view import Kept
 from ..scoring.rotary import Rotary
-from ..scoring.windows import pad_columns
 from .new_tokens import NewTokens
 from .protected import Protected
 from .scope import joined, right_aligned
@@ -207,9 +206,7 @@ class Memory:
     ) -> None:
         """Append a whole prompt to the stored entries. Pads stay, so that all shapes equal those of transformers' own
         cache."""
-        seen, pads = self.seen + tokens.columns, None
-        if tokens.padding is not None:
-            pads = pad_columns(tokens.padding.to(keys.device), tokens.columns)[:, 0]
+        seen, pads = self.seen + tokens.columns, tokens.pads(tokens.columns, keys.device)
         if sums is not None and self.storage is not None:
             sums = torch.cat([self.kept().sums, sums], dim=2)
         self.sums = sums
@@ -277,11 +274,9 @@ class Memory:
         self.storage.select(rows)
         self.log.select(rows)
         self.latest_queries = [queries[rows] for queries in self.latest_queries]
-        self.sums = None if self.sums is None else self.sums[rows]
-        self.merge_threshold = None if self.merge_threshold is None else self.merge_threshold[rows]
-        self.attended = None if self.attended is None else self.attended[rows]
-        self.answer_scores = None if self.answer_scores is None else self.answer_scores[rows]
-        self.noted = None if self.noted is None else self.noted[rows]
+        for name in ("sums", "merge_threshold", "attended", "answer_scores", "noted"):
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, value[rows])
         self.rotary = None if self.rotary is None else self.rotary.rows(rows)
 
     def fork(self) -> "Memory":

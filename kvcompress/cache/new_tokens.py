@@ -57,6 +57,10 @@ class NewTokens:
     groups: torch.Tensor | None = None
     seen_vision: torch.Tensor | None = None
 
+    def pads(self, columns: int, device: torch.device) -> torch.Tensor | None:
+        """Return which of the last `columns` columns are pads: bool (batch, columns), or None if no row has any."""
+        return None if self.padding is None else pad_columns(self.padding.to(device), columns)[:, 0]
+
     def columns_from(self, start: int, stop: int) -> "NewTokens":
         """Return these columns alone, as one piece of a prompt that is processed in several."""
         pads = [min(max(self.columns - length - start, 0), stop - start) for length in self.lengths]

@@ -9,7 +9,6 @@
 - `Decoding`: a token, appended to the stored entries; from time to time, an eviction.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import replace
 
 import torch
@@ -29,7 +28,7 @@ from .scope import Candidates, States, joined, right_aligned
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
-class Pass(ABC):
+class Pass:
     """What a layer does with the states of one forward pass."""
 
     is_first_prompt = False  # the cache was empty, so the model's own mask is right
@@ -52,21 +51,28 @@ class Pass(ABC):
         """Return the queries of all staged tokens, given those that the layer has attended with."""
         return queries
 
-    @abstractmethod
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
         """Take new states (batch, kv_heads, new, head_dim); return the keys and values to attend to."""
+        raise self.never_compressed()
 
-    @abstractmethod
     def mask(self, query_length: int) -> torch.Tensor | None:
         """Return which stored and new entries `query_length` new queries see: bool (batch, 1 or kv_heads, query_length,
         keys), True = attend; None if every query sees every key."""
+        raise self.never_compressed()
 
-    @abstractmethod
     def after_attention(
         self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
     ) -> "Pass":
         """Finish the pass and return the next one, after the layer has attended with `queries` (batch, heads, new,
         head_dim). Arguments as in `States`."""
+        raise self.never_compressed()
+
+    def never_compressed(self) -> KVCompressError:
+        """Return the error for states that come before the prompt before them was compressed."""
+        return KVCompressError(
+            f"layer {self.choice.layer_idx} was never compressed: the model's attention does not go through "
+            "transformers' attention interface, or the model is not inside kvcompress.compress(...)"
+        )
 
 
 class Decoding(Pass):
@@ -86,7 +92,7 @@ class Decoding(Pass):
         return self._hiding.hidden
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
-        storage, keys = self.memory.storage, self.choice.as_stored(keys)
+        storage, keys = self.memory.storage, self.choice.policy.cluster.as_stored(keys)
         with torch.no_grad():
             storage.append(keys, values)
         return (keys, values) if storage.decodes_in_place and self.hidden is None else storage.read()
@@ -176,25 +182,20 @@ class Prefill(Pass):
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
         if self._staged is not None:
-            raise never_compressed(self.choice)
+            raise self.never_compressed()
         self._staged = (keys, values)
         if self.memory.storage is None:
             return keys, values
-        old = self.memory.storage.read()
-        return torch.cat([old[0], self.choice.as_stored(keys)], dim=2), torch.cat([old[1], values], dim=2)
+        old, keys = self.memory.storage.read(), self.choice.policy.cluster.as_stored(keys)
+        return torch.cat([old[0], keys], dim=2), torch.cat([old[1], values], dim=2)
 
     def mask(self, query_length: int) -> torch.Tensor:
         device, batch = self._staged[0].device, len(self.tokens.lengths)
         visible = self.memory.storage.visible()
         if visible is None:
             visible = torch.ones(batch, 1, self.memory.stored, dtype=torch.bool, device=device)
-        new = torch.ones(query_length, query_length, dtype=torch.bool, device=device).tril()
-        new = new.expand(batch, visible.shape[1], -1, -1)
-        if self.tokens.padding is not None:
-            # A pad query sees itself, so that its softmax is defined; its output is not used.
-            itself = torch.eye(query_length, dtype=torch.bool, device=device)
-            pads = pad_columns(self.tokens.padding.to(device), query_length)
-            new = new & ~pads[:, :, None] | itself
+        new = causal(query_length, query_length, self.tokens.pads(query_length, device), device)
+        new = new[:, None].expand(batch, visible.shape[1], -1, -1)
         return torch.cat([visible[:, :, None].expand(-1, -1, query_length, -1), new], dim=-1)
 
     def after_attention(
@@ -202,7 +203,8 @@ class Prefill(Pass):
     ) -> Pass:
         (keys, values), self._staged = self._staged, None
         self.memory.begin(self.tokens)
-        return self._compress(States(queries, self.choice.as_stored(keys), values, scaling, module, rotary))
+        keys = self.choice.policy.cluster.as_stored(keys)
+        return self._compress(States(queries, keys, values, scaling, module, rotary))
 
     def _compress(self, states: States) -> Pass:
         """Store the entries that the cluster keeps, or let the prompt wait if the choice depends on all layers."""
@@ -314,17 +316,6 @@ class Waiting(Pass):
     def length(self) -> int:
         return self._length
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
-        raise never_compressed(self.choice)
-
-    def mask(self, query_length: int) -> torch.Tensor | None:
-        raise never_compressed(self.choice)
-
-    def after_attention(
-        self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
-    ) -> Pass:
-        raise never_compressed(self.choice)
-
     def assess(self) -> None:
         """Score and measure; the queries are then freed."""
         self.scores, self.measured = self.choice.assess(self.candidates)
@@ -368,9 +359,7 @@ class Rereading(Pass):
         old = torch.zeros(len(keys), keys.shape[2], dtype=torch.bool, device=keys.device)
         if padding is not None:
             old = pad_columns(padding, keys.shape[2])[:, 0]
-        pads = self._fed_pads(query_length)
-        itself = torch.eye(query_length, dtype=torch.bool, device=keys.device)
-        new = torch.ones_like(itself).tril() & ~pads[:, None] | itself
+        new = causal(query_length, query_length, self._fed_pads(query_length), keys.device)
         return torch.cat([~old[:, None].expand(-1, query_length, -1), new], dim=-1)[:, None]
 
     def after_attention(
@@ -391,8 +380,11 @@ class Rereading(Pass):
         return torch.nn.functional.pad(pads, (fed - pads.shape[1], 0))
 
 
-def never_compressed(choice: Choice) -> KVCompressError:
-    return KVCompressError(
-        f"layer {choice.layer_idx} was never compressed: the model's attention does not go through "
-        "transformers' attention interface, or the model is not inside kvcompress.compress(...)"
-    )
+def causal(queries: int, keys: int, pads: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Return which of the `keys` latest tokens the last `queries` of them see: bool (1 or batch, queries, keys).
+
+    `pads` is bool (batch, keys). A pad query sees itself, so that its softmax is defined; its output is not used."""
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None]
+    if pads is None:
+        return visible
+    return visible & ~pads[:, None] | torch.eye(keys, dtype=torch.bool, device=device)[-queries:]

@@ -4,11 +4,10 @@ from collections.abc import Callable
 
 import torch
 
-from ..scoring.windows import pad_columns
 from .choice import Choice
 from .memory import Memory
 from .new_tokens import NewTokens
-from .passes import Decoding, KeysAndValues, Prefill
+from .passes import Decoding, KeysAndValues, Prefill, causal
 
 # Queries (batch, heads, columns, head_dim), keys and values (batch, kv_heads, columns, head_dim) of a prompt's first
 # columns; created when a layer is reached, so that memory holds one layer's. Queries are None before a prompt's last
@@ -43,12 +42,7 @@ class ResumedPrefill(Prefill):
 
     def mask(self, query_length: int) -> torch.Tensor:
         columns, device = self.tokens.columns, self._staged[0].device
-        visible = torch.ones(query_length, columns, dtype=torch.bool, device=device).tril(columns - query_length)[None]
-        if self.tokens.padding is not None:
-            # A pad query sees itself, so that its softmax is defined; its output is not used.
-            itself = torch.eye(columns, dtype=torch.bool, device=device)[-query_length:]
-            visible = visible & ~pad_columns(self.tokens.padding.to(device), columns) | itself
-        return visible[:, None]
+        return causal(query_length, columns, self.tokens.pads(columns, device), device)[:, None]
 
     def all_queries(self, queries: torch.Tensor) -> torch.Tensor:
         known, self._known_queries = self._known_queries, None

@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import Any
 
 import transformers
-from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, ContinuousBatchingConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -127,7 +126,7 @@ class PagedSession:
         self._decoder, self._config, self._pages = decoder, decoder.config, pages
         self._evictions: list[Any] = []
         self._managers: list[Any] = []
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = ExitStack()
         self._undo = ExitStack()  # undone on leaving the context
 
     @property
@@ -149,7 +148,7 @@ class PagedSession:
                 "the model has a manager from before: call destroy_cached_continuous_batching_manager() first"
             )
         self._undo.callback(self._disconnect)
-        self._undo.callback(self._unhook)
+        self._undo.enter_context(self._hooks)
         self._undo.callback(self.model.destroy_cached_continuous_batching_manager)
         self._undo.callback(self._stop)
         self._undo.callback(Replacement(self.model, "init_continuous_batching", self._manager).remove)
@@ -163,10 +162,6 @@ class PagedSession:
         for manager in self._managers:
             if manager.is_running():
                 manager.stop(block=True, hard_stop=True)
-
-    def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
 
     def _manager(
         self,
@@ -215,7 +210,8 @@ class PagedSession:
             self._pages.adopt(cache, processor.inputs_and_outputs, processor.scheduler, eviction)
             self._evictions.append(eviction)
             if self.policy.watches_rotary:
-                self._hooks += watch_rotary(self._decoder, eviction.rotate)
+                for hook in watch_rotary(self._decoder, eviction.rotate):
+                    self._hooks.callback(hook.remove)
         self._connect()
         return processor
 

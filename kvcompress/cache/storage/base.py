@@ -113,6 +113,12 @@ def roomy(states: torch.Tensor, capacity: int) -> torch.Tensor:
     return buffer
 
 
+def with_appended(columns: torch.Tensor, new: int, seen: int) -> torch.Tensor:
+    """Add to columns (batch, kv_heads, slots) those of `new` appended tokens, which end with `seen`."""
+    appended = torch.arange(seen - new, seen, device=columns.device).expand(*columns.shape[:2], -1)
+    return torch.cat([columns, appended], dim=2)
+
+
 def lasting(make: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
     """Return `make(*args)`, which can be written in place outside of a `torch.inference_mode` that it is created in."""
     with torch.inference_mode(False), torch.no_grad():

@@ -2,7 +2,7 @@
 
 import torch
 
-from .base import Storage, roomy, spare
+from .base import Storage, roomy, spare, with_appended
 
 
 class DenseStorage(Storage):
@@ -88,12 +88,10 @@ class DenseStorage(Storage):
         return ~torch.cat([self.pads, new], dim=1)[:, None]
 
     def columns(self, seen: int) -> torch.Tensor:
-        shape = self.keys.shape[:2]
         if self.indices is None:
-            columns = torch.arange(self.length, device=self.keys.device).expand(*shape, -1)
+            columns = torch.arange(self.length, device=self.keys.device).expand(*self.keys.shape[:2], -1)
         else:
-            appended = torch.arange(seen - (self.length - self.entries), seen, device=self.keys.device)
-            columns = torch.cat([self.indices.long(), appended.expand(*shape, -1)], dim=2)
+            columns = with_appended(self.indices.long(), self.appended, seen)
         visible = self.visible()
         return columns if visible is None else columns.masked_fill(~visible, -1)
 

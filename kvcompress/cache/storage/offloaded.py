@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ...device import on_device
-from .base import Storage
+from .base import Storage, with_appended
 from .dense import DenseStorage
 
 TAIL = 64  # decoded tokens of a layer that are copied from the device together
@@ -158,10 +158,7 @@ class OffloadedStorage(Storage):
     def columns(self, seen: int) -> torch.Tensor:
         tail = self._tail_length
         columns = on_device(self.inner.columns(seen - tail), self.device)
-        if not tail:
-            return columns
-        new = torch.arange(seen - tail, seen, device=self.device).expand(*columns.shape[:2], -1)
-        return torch.cat([columns, new], dim=2)
+        return with_appended(columns, tail, seen) if tail else columns
 
     def fork(self) -> "OffloadedStorage":
         twin = super().fork()

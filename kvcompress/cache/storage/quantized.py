@@ -8,7 +8,7 @@ from ...kernels.grouped import grouped_decode, has_kernels
 from ...kernels.pieces import Pieces, pieces
 from ...kernels.quantization import Quantized, Quantizer
 from ...scoring.layer_view import Kept
-from .base import Storage
+from .base import Storage, with_appended
 from .dense import DenseStorage
 
 
@@ -158,12 +158,11 @@ class QuantizedStorage(Storage):
         return ~torch.cat([self.unused, appended], dim=2)
 
     def columns(self, seen: int) -> torch.Tensor:
-        shape, device = self.recent.keys.shape[:2], self.recent.keys.device
         if self.indices is None:
-            columns = torch.arange(self.length, device=device).expand(*shape, -1)
+            keys = self.recent.keys
+            columns = torch.arange(self.length, device=keys.device).expand(*keys.shape[:2], -1)
         else:
-            appended = torch.arange(seen - (self.length - self.entries), seen, device=device)
-            columns = torch.cat([self.indices.long(), appended.expand(*shape, -1)], dim=2)
+            columns = with_appended(self.indices.long(), self.appended, seen)
         return columns if self.unused is None else columns.masked_fill(~self.visible(), -1)
 
     def fork(self) -> "QuantizedStorage":

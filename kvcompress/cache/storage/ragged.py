@@ -5,7 +5,7 @@ import torch
 from ...device import Arriving
 from ...kernels.ragged_decode import has_triton, ragged_decode
 from ...scoring.layer_view import Kept
-from .base import Storage, lasting, spare
+from .base import Storage, lasting, spare, with_appended
 
 
 class RaggedStorage(Storage):
@@ -168,9 +168,7 @@ class RaggedStorage(Storage):
         return self._rows() >= self.starts[..., None]
 
     def columns(self, seen: int) -> torch.Tensor:
-        kept = self._kept_columns()
-        new = torch.arange(seen - self.appended, seen, device=kept.device).expand(*kept.shape[:2], -1)
-        return torch.cat([kept, new], dim=2)
+        return with_appended(self._kept_columns(), self.appended, seen)
 
     def _kept_columns(self) -> torch.Tensor:
         """Return the columns of the slots without appended tokens: LongTensor (batch, kv_heads, entries)."""

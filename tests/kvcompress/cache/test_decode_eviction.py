@@ -31,6 +31,12 @@ def run(case: Case, inputs: dict, forced=None, new: int = NEW, **options) -> tup
     return tokens, logits, history.kept
 
 
+def assert_kept_as_alone(batch: list, row: int, alone: list, pads: int) -> None:
+    """Assert that a row, which has `pads` in a batch, keeps what it keeps alone; both are [layer][row][head]."""
+    ours = [[(head - pads).tolist() for head in layer[row]] for layer in batch]
+    assert ours == [[head.tolist() for head in layer[0]] for layer in alone]
+
+
 def new_tokens(inputs: dict) -> torch.Tensor:
     """For each row, tokens that its prompt does not have: equal ones have keys of equal norm, a tie for rounding."""
     rows = [[token for token in range(FIRST_TEXT, VOCAB_SIZE) if token not in row] for row in inputs["input_ids"]]
@@ -80,8 +86,7 @@ def test_every_method_by_name_evicts_as_the_full_cache_under_that_mask_and_a_row
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
     _, alone, solo_history = run(case, case.family.solo(case.inputs, 1), forced[1:], 4, **evicting)
     torch.testing.assert_close(logits[1], alone[0], atol=TOLERANCE, rtol=0)
-    for layer, solo_layer in zip(history[36], solo_history[36 - 12], strict=True):
-        assert [(head - 12).tolist() for head in layer[1]] == [head.tolist() for head in solo_layer[0]]
+    assert_kept_as_alone(history[36], 1, solo_history[36 - 12], pads=12)
 
 
 @pytest.mark.parametrize("family", some(FAMILIES, SOME_FAMILIES))
@@ -102,9 +107,7 @@ def test_a_row_evicts_the_same_alone_as_in_a_batch(family, data):
         torch.testing.assert_close(logits[row], alone[0], atol=TOLERANCE, rtol=0)
         pads = columns - length
         for seen, layers in history.items():
-            for layer, solo_layer in zip(layers, solo_history[seen - pads], strict=True):
-                for head, solo_head in zip(layer[row], solo_layer[0], strict=True):
-                    assert (head - pads).tolist() == solo_head.tolist()
+            assert_kept_as_alone(layers, row, solo_history[seen - pads], pads)
 
 
 def test_what_is_remembered_of_a_row_stays_with_its_entries_where_rows_keep_different_parts():
@@ -126,9 +129,7 @@ def test_what_is_remembered_of_a_row_stays_with_its_entries_where_rows_keep_diff
     assert width == [0, 0, 0]
     for row, length in enumerate([33, 69, 56]):
         _, alone, _ = run(FAMILIES["qwen2"].solo(inputs, row), tokens[row : row + 1])
-        for layer, solo in zip(batch, alone, strict=True):
-            for head, solo_head in zip(layer[row], solo[0], strict=True):
-                assert (head - (69 - length)).tolist() == solo_head.tolist()
+        assert_kept_as_alone(batch, row, alone, pads=69 - length)
 
 
 @pytest.mark.parametrize("method", ["h2o", "snapkv", "d2o", "random", "cake", "kvzip"])

@@ -6,9 +6,9 @@ import torch
 import kvcompress
 from kvcompress.cache.storage.offloaded import OffloadedStorage
 from kvcompress.check.reference import generate
-from tests.support.calibrations import calibration_of
 from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
+from tests.support.storages import beside_dynamic
 from tests.support.strategies import METHODS, SOME_METHODS
 
 MODEL = FAMILIES["qwen2"].build()
@@ -18,19 +18,9 @@ MODEL = FAMILIES["qwen2"].build()
     ("method", "kind"), some(paired([*METHODS, "full"], ["offloaded", "offloaded_static"]), SOME_METHODS)
 )
 def test_offloaded_equals_dynamic(kind, method):
-    inputs = FAMILIES["qwen2"].inputs(MODEL, [45, 29])
-    ratio = None if method == "full" else 0.3
-    with kvcompress.compress(MODEL, method, ratio, **calibration_of(method, MODEL)) as session:
-        tokens, expected = generate(MODEL, inputs, 8)
-        kept = session.cache.kept_indices(1)
-    with kvcompress.compress(
-        MODEL, method, ratio, max_new_tokens=8, cache_implementation=kind, **calibration_of(method, MODEL)
-    ) as session:
-        _, logits = generate(MODEL, inputs, 8, forced=tokens)
+    logits, expected, cache = beside_dynamic("qwen2", method, 0.3, max_new_tokens=8, cache_implementation=kind)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-    assert all(isinstance(layer.storage, OffloadedStorage) for layer in session.cache.layers)
-    ours = session.cache.kept_indices(1)
-    assert [[h.tolist() for h in row] for row in ours] == [[h.tolist() for h in row] for row in kept]
+    assert all(isinstance(layer.storage, OffloadedStorage) for layer in cache.layers)
 
 
 def test_offloaded_entries_are_evicted_while_decoding_and_take_a_second_prompt():

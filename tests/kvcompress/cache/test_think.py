@@ -7,9 +7,9 @@ import torch
 
 import kvcompress
 from kvcompress.check.reference import generate
-from tests.support.calibrations import calibration_of
 from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
+from tests.support.storages import beside_dynamic
 from tests.support.strategies import METHODS, SOME_METHODS
 
 MODEL = FAMILIES["qwen2"].build()
@@ -19,19 +19,8 @@ THINK = {"cache_implementation": "think"}
 @pytest.mark.parametrize(("method", "family"), some(paired([*METHODS, "full"], list(FAMILIES)), SOME_METHODS))
 def test_with_all_channels_the_answer_is_that_of_entries_as_they_are(method, family):
     """Two storages in sequence hold the same as one, also if rows and heads keep different numbers."""
-    model = FAMILIES[family].build()
-    inputs = FAMILIES[family].inputs(model, [45, 29], [1, 0] if FAMILIES[family].is_vlm else None)
-    ratio = None if method == "full" else 0.4
-    with kvcompress.compress(model, method, ratio, **calibration_of(method, model)) as session:
-        tokens, expected = generate(model, inputs, 6)
-    kept = [session.cache.kept_indices(layer) for layer in range(3)]
-    options = {"key_channels": 1.0, "key_recent": 5, **THINK, **calibration_of(method, model)}
-    with kvcompress.compress(model, method, ratio, **options) as session:
-        _, logits = generate(model, inputs, 6, forced=tokens)
+    logits, expected, _ = beside_dynamic(family, method, 0.4, 6, key_channels=1.0, key_recent=5, **THINK)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-    for layer in range(3):
-        ours = session.cache.kept_indices(layer)
-        assert [[h.tolist() for h in row] for row in ours] == [[h.tolist() for h in row] for row in kept[layer]]
 
 
 def held_by(method: str, ratio: float | None, inputs: dict, model=MODEL, **options) -> tuple:

@@ -100,30 +100,6 @@ def test_bytes_are_the_codes_and_a_norm_per_vector(bits):
     assert session.cache.nbytes - session.cache.room_nbytes == vectors * (16 * bits // 8 + 2)
 
 
-def test_entries_are_packed_once():
-    """Also by a second prompt, and where the last token of a prompt is fed again: bytes that were there stay."""
-    cache = kvcompress.CompressedCache(MODEL.config, "snapkv", 0.5, first_token="compressed", **packed(2))
-    storage = None
-    with kvcompress.attach(MODEL), torch.no_grad():
-        for prompt in (torch.arange(10, 80)[None], torch.arange(20, 60)[None]):
-            generate(MODEL, {"input_ids": prompt}, 5, past_key_values=cache)
-            held = cache.layers[0].storage.inner.kept(cache.get_seq_length())
-            if storage is not None:
-                shared = min(storage.indices.shape[2], held.indices.shape[2])
-                assert torch.equal(held.indices[..., :shared], storage.indices[..., :shared])
-                assert torch.equal(held.keys[:, :, :shared], storage.keys[:, :, :shared])
-                assert torch.equal(held.values[:, :, :shared], storage.values[:, :, :shared])
-            storage = held
-
-
-def test_a_token_that_is_fed_again_is_stored_once():
-    for backend in (packed(3), {"cache_implementation": "dynamic"}):
-        with kvcompress.compress(MODEL, "snapkv", 0.5, first_token="compressed", **backend) as session:
-            MODEL(torch.arange(10, 80)[None])
-        assert [head.tolist().count(69) for head in session.cache.kept_indices(0)[0]] == [1, 1]
-        assert session.cache.get_seq_length() == 70
-
-
 def test_heads_that_keep_different_numbers_have_no_padding():
     with kvcompress.compress(MODEL, "adakv", 0.5, window_size=4, max_new_tokens=8, **packed(4)) as session:
         generate(MODEL, FAMILIES["qwen2"].inputs(MODEL, [200, 90]), 5)
@@ -131,25 +107,3 @@ def test_heads_that_keep_different_numbers_have_no_padding():
     assert isinstance(inner, RaggedStorage)
     held = sum(len(head) for row in session.cache.kept_indices(0) for head in row)
     assert len(inner.keys) == held + inner.room * inner.counts.numel()
-
-
-def test_beams_take_their_packed_entries_along():
-    cache = kvcompress.CompressedCache(MODEL.config, "snapkv", 0.5, **packed(3))
-    with kvcompress.attach(MODEL), torch.no_grad():
-        MODEL(**FAMILIES["qwen2"].inputs(MODEL, [40, 25]), past_key_values=cache)
-    keys = cache.layers[0].storage.read()[0]
-    cache.reorder_cache(torch.tensor([1, 0]))
-    assert torch.equal(cache.layers[0].storage.read()[0], keys.flip(0))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kv_bits": 8}, "kv_bits=8 is not offered by kv_backend='turboquant': 2, 3, 4"),
-        ({"kv_group_size": 32}, "kv_group_size= is not for kv_backend='turboquant', which packs each entry alone"),
-        ({"kv_residual": 32}, "kv_residual= is not for kv_backend='turboquant'"),
-    ],
-)
-def test_what_does_not_go_together_is_an_error(options, message):
-    with pytest.raises(kvcompress.KVCompressError, match=message):
-        kvcompress.compress(MODEL, "snapkv", 0.5, **{**packed(4), **options})

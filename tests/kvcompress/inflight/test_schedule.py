@@ -80,6 +80,12 @@ def alone(model, inputs, new, method="snapkv", **options):
     return tokens_alone(model, inputs, method, 0.3, options, max_new_tokens=new, do_sample=False)
 
 
+def answered(count, length, new):
+    """Return prompts of QWEN2 and the answers that each gets alone."""
+    prompts = [QWEN2.inputs(QWEN2.build(), [length], seed=seed) for seed in range(count)]
+    return prompts, [alone(QWEN2.build(), prompt, new) for prompt in prompts]
+
+
 @given(
     prefill_tokens=st.none() | st.integers(1, 40),
     slots=st.integers(1, 5),
@@ -192,8 +198,7 @@ def test_the_models_with_windows_and_with_images_seen_both_ways_are_read_whole(c
 
 def test_a_request_that_fails_between_two_pieces_ends_alone(monkeypatch):
     model = QWEN2.build()
-    prompts = [QWEN2.inputs(model, [50], seed=seed) for seed in range(4)]
-    expected = [alone(model, prompt, 6) for prompt in prompts]
+    prompts, expected = answered(4, 50, 6)
     calls = 0
 
     def fail(module, args, kwargs):
@@ -212,8 +217,7 @@ def test_a_request_that_fails_between_two_pieces_ends_alone(monkeypatch):
 @pytest.mark.parametrize("where", ["piece", "step"])
 def test_where_memory_ends_while_a_prompt_is_read_it_begins_anew(where, monkeypatch):
     model = QWEN2.build()
-    prompts = [QWEN2.inputs(model, [50], seed=seed) for seed in range(5)]
-    expected = [alone(model, prompt, 6) for prompt in prompts]
+    prompts, expected = answered(5, 50, 6)
     # The third step of the first request, when two pieces of the second are read.
     first, owner, name = {"step": (8, SlotLayer, "update"), "piece": (5, Session, "_read")}[where]
     memory = OutOfMemory(first)
@@ -264,8 +268,7 @@ def test_leaving_the_session_in_the_middle_of_a_prompt_leaves_the_model_as_it_wa
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_slot_that_holds_nothing_is_given_up_for_a_prompt_that_needs_the_memory(failures, monkeypatch):
     model = QWEN2.build()
-    prompts = [QWEN2.inputs(model, [50], seed=seed) for seed in range(2)]
-    expected = [alone(model, prompt, 6) for prompt in prompts]
+    prompts, expected = answered(2, 50, 6)
     memory = OutOfMemory(*range(2, 2 + failures))
     monkeypatch.setattr(Session, "_read", memory.failing(Session._read))
     answers = run(model, prompts, slots=1, max_new_tokens=6)
@@ -278,8 +281,7 @@ def test_a_slot_that_holds_nothing_is_given_up_for_a_prompt_that_needs_the_memor
 
 def test_an_answer_ends_where_its_listener_says_and_the_slot_is_free_at_once():
     model, passes = QWEN2.build(), Passes()
-    prompts = [QWEN2.inputs(model, [40], seed=seed) for seed in range(2)]
-    expected = [alone(model, prompt, 9) for prompt in prompts]
+    prompts, expected = answered(2, 40, 9)
     heard = []
 
     def listen(tokens):
