@@ -48,8 +48,8 @@ MUTATIONS = {
     # -- scoring
     "window-causal": Mutation(
         "scoring/windows.py",
-        "dtype=torch.bool, device=keys.device).triu(1)",
-        "dtype=torch.bool, device=keys.device).triu(2)",
+        "dtype=torch.bool, device=device).triu(1)",
+        "dtype=torch.bool, device=device).triu(2)",
         "a query of the observation window sees the token behind it",
         (CORE + "clusters/test_clusters.py",),
     ),
