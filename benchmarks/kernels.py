@@ -63,10 +63,6 @@ def ways_to_move(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor
     ways = {"gather": lambda: compact_reference(keys, values, indices)}
     if keys.device.type == "cpu":
         ways["row by row"] = lambda: compact(keys, values, indices)
-    elif has_triton():
-        from kvcompress.kernels.compact_triton import compact_triton
-
-        ways["triton"] = lambda: compact_triton(keys, values, indices)
     return ways
 
 

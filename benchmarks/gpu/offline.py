@@ -63,7 +63,6 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
 
     from kvcompress.kernels import (
         column_sums_triton,
-        compact_triton,
         grouped_triton,
         ragged_decode_triton,
         turboquant_triton,
@@ -118,14 +117,6 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
     for bits in (2, 3, 4):
         exact = fixed | tile | {"CHUNK": chunk, "BITS": bits}
         yield Kernel(f"_pack, {name}, {bits} bits", turboquant_triton._pack, types, exact, {})
-
-    strides = [f"{of}_{what}" for of in ("key", "value") for what in ("row", "head", "column")]
-    types = dict.fromkeys(("keys", "values", "kept_keys", "kept_values"), pointer) | {"indices": "*i64"}
-    types |= dict.fromkeys((*strides, "kv_heads", "kept"), "i32")
-    block_dim = triton.next_power_of_2(head_dim)
-    fixed = {"KEY_DIM": head_dim, "VALUE_DIM": head_dim, "BLOCK_KEY_DIM": block_dim, "BLOCK_VALUE_DIM": block_dim}
-    fixed["BLOCK"] = compact_triton.BLOCK
-    yield Kernel(f"_move, {name}", compact_triton._move, types, fixed, {}, frozenset(strides))
 
 
 def compiled(kernel: Kernel, architecture: int) -> Resources:

@@ -10,7 +10,7 @@ from kvcompress.kernels.ragged_decode import ragged_decode, ragged_decode_refere
 from kvcompress.kernels.static_decode import static_decode
 from tests.gpu.cases import DTYPES
 from tests.support.grouped_cases import check_grouped_triton
-from tests.support.kernel_cases import SHAPES, check_column_sums, check_compact, prompt_case
+from tests.support.kernel_cases import SHAPES, check_column_sums, prompt_case
 from tests.support.ragged_cases import (
     TOLERANCE,
     check_static,
@@ -35,12 +35,6 @@ def test_triton_sums_columns_as_the_reference(cuda, dtype):
 def test_columns_are_summed_as_by_the_reference(device, dtype):
     case = prompt_case(2, 2, 4, 128, 700 if device.type == "cpu" else 3000, [[200], [0]], None, dtype, device=device)
     torch.testing.assert_close(column_sums(*case), column_sums_reference(*case), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_triton_moves_the_kept_rows(cuda, dtype):
-    pytest.importorskip("triton")
-    check_compact(dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,7 +3,6 @@
 import torch
 
 from kvcompress.kernels.column_sums import column_sums_reference
-from kvcompress.kernels.compact import compact_reference
 
 # Of one query's attention: exact in fp32; 16 bits are those of queries and keys alone, which the reference has too.
 TOLERANCE = 2e-5
@@ -66,13 +65,3 @@ def kept_case(batch, kv_heads, key_dim, value_dim, columns, kept, dtype=torch.fl
     unused = torch.randint(0, kept, (batch, kv_heads, 1), generator=generator)
     indices = chosen.masked_fill(torch.arange(kept) < unused, -1)
     return keys.to(device, dtype), values.to(device, dtype), indices.to(device)
-
-
-def check_compact(dtype: torch.dtype, device: str) -> None:
-    from kvcompress.kernels.compact_triton import compact_triton
-
-    for shape in [(1, 1, 16, 16, 1, 1), (2, 3, 33, 80, 100, 70)]:
-        case = kept_case(*shape, dtype=dtype, device=device)
-        used = case[2] >= 0
-        for moved, expected in zip(compact_triton(*case), compact_reference(*case), strict=True):
-            assert torch.equal(moved[used], expected[used])

@@ -79,7 +79,6 @@ def test_the_triton_kernels_compile_for_a_gpu(capability):
 
     from kvcompress.kernels import (
         column_sums_triton,
-        compact_triton,
         grouped_triton,
         ragged_decode_triton,
         turboquant_triton,
@@ -88,7 +87,6 @@ def test_the_triton_kernels_compile_for_a_gpu(capability):
     tensors = {
         **dict.fromkeys(("padding", "starts", "lengths", "ends", "appended"), "*i64"),
         "first": "*i64",
-        "indices": "*i64",
         "weights": "*fp32",
         "log_sums": "*fp32",
         "sums": "*fp32",
@@ -96,9 +94,7 @@ def test_the_triton_kernels_compile_for_a_gpu(capability):
         **dict.fromkeys(("key_codebook", "value_codebook", "partial", "maxima"), "*fp32"),
         **dict.fromkeys(("rotation", "key_rotation", "value_rotation", "key_boundaries", "value_boundaries"), "*fp32"),
         **dict.fromkeys(("packed_keys", "packed_values"), "*u8"),
-        **dict.fromkeys(
-            ("vectors", "rotated", "query", "queries", "keys", "values", "kept_keys", "kept_values"), "*bf16"
-        ),
+        **dict.fromkeys(("vectors", "rotated", "query", "queries", "keys", "values"), "*bf16"),
         **dict.fromkeys(("new_keys", "new_values", "recent_keys", "recent_values", "scale"), "*bf16"),
         "table": "*i64",
     }
@@ -108,7 +104,6 @@ def test_the_triton_kernels_compile_for_a_gpu(capability):
     kernels = [
         (column_sums_triton._sum_rows, {}, {}),
         (column_sums_triton._sum_columns, {}, {}),
-        (compact_triton._move, {}, {}),
         (ragged_decode_triton._attend, {}, {"BITS": 0, "APPENDS": True, "COUNTED": False, **wide}),
         (ragged_decode_triton._attend, {}, {"BITS": 0, "APPENDS": True, "COUNTED": True, **wide}),
         (ragged_decode_triton._attend, packed, {"BITS": 3, "APPENDS": False, "COUNTED": False, **wide}),
