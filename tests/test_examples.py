@@ -11,15 +11,12 @@ import pytest
 from tests.support.checkpoints import image, save_checkpoint, write_video
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-FAMILIES = {  # script -> family
-    "gemma3": "gemma3",
-    "gemma4": "gemma4",
-    "internvl": "internvl",
-    "llava_next_video": "llava-next-video",
-    "llava_onevision": "llava-onevision",
-    "qwen2_5_vl": "qwen2.5-vl",
-    "qwen3_vl": "qwen3-vl",
+FAMILIES = {  # script -> families, the default model's first
+    "picture": ["llava-onevision", "gemma3", "gemma4", "internvl"],
+    "video": ["qwen3-vl", "llava-next-video"],
+    "several_questions": ["qwen2.5-vl"],
 }
+CASES = [(name, family) for name, families in FAMILIES.items() for family in families]
 
 
 def command_of(name: str) -> str:
@@ -34,8 +31,8 @@ def run(tmp_path, monkeypatch, capsys):
     image(0, 128, 128).save("photo.jpg")
     write_video(Path("clip.mp4"), frames=70)
 
-    def run(name: str, *words: str) -> tuple[dict, str]:
-        save_checkpoint(FAMILIES[name], tmp_path / "model")
+    def run(name: str, family: str, *words: str) -> tuple[dict, str]:
+        save_checkpoint(family, tmp_path / "model")
         _, *command = shlex.split(command_of(name))
         monkeypatch.setattr(sys, "argv", [*command, "--model", "model", *words])
         found = runpy.run_path(str(EXAMPLES / f"{name}.py"))
@@ -44,7 +41,7 @@ def run(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_every_script_has_its_line_in_the_readme_and_a_family_here():
+def test_every_script_has_its_line_in_the_readme_and_families_here():
     scripts = {path.stem for path in EXAMPLES.glob("*.py")}
     assert scripts == FAMILIES.keys()
     readme = (EXAMPLES / "README.md").read_text(encoding="utf-8").splitlines()
@@ -54,9 +51,9 @@ def test_every_script_has_its_line_in_the_readme_and_a_family_here():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_script_answers_with_the_full_cache_and_with_a_smaller_one(name, run):
-    found, printed = run(name)
+@pytest.mark.parametrize(("name", "family"), CASES)
+def test_a_script_answers_with_the_full_cache_and_with_a_smaller_one(name, family, run):
+    found, printed = run(name, family)
     lines = re.findall(r"^([\w-]+): KV cache (\d+\.\d+) MiB, \d+\.\d+ s$", printed, re.MULTILINE)
     assert [method for method, _ in lines] == ["full", found["args"].method]
     full, compressed = (float(mebibytes) for _, mebibytes in lines)
@@ -65,7 +62,18 @@ def test_a_script_answers_with_the_full_cache_and_with_a_smaller_one(name, run):
 
 @pytest.mark.slow
 def test_questions_about_a_picture_that_is_read_once_get_the_answers_that_each_gets_alone(run):
-    found, _ = run("qwen2_5_vl", "--method", "full", "--ratio", "1", "--questions", "What?", "Where is it?", "Who")
+    found, _ = run(
+        "several_questions",
+        "qwen2.5-vl",
+        "--method",
+        "full",
+        "--ratio",
+        "1",
+        "--questions",
+        "What?",
+        "Where is it?",
+        "Who",
+    )
     alone = []
     for prompt in found["prompts"]:
         output = found["model"].generate(**prompt, max_new_tokens=128, do_sample=False)
@@ -76,6 +84,6 @@ def test_questions_about_a_picture_that_is_read_once_get_the_answers_that_each_g
 
 
 @pytest.mark.slow
-def test_the_video_example_shows_64_frames(run):
-    found, _ = run("llava_next_video")
+def test_the_video_example_shows_as_many_frames_as_asked(run):
+    found, _ = run("video", "llava-next-video", "--frames", "64")
     assert found["inputs"]["pixel_values_videos"].shape[1] == 64

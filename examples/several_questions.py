@@ -1,6 +1,6 @@
-"""Qwen2.5-VL answers several questions about one picture, which is read and compressed once.
+"""A model of the Qwen-VL family answers several questions about one picture, which is read and compressed once.
 
-python examples/qwen2_5_vl.py --image photo.jpg --questions "What is this?" "What colours are in it?"
+python examples/several_questions.py --image photo.jpg --questions "What is this?" "What colours are in it?"
 """
 
 import argparse

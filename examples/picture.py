@@ -1,6 +1,6 @@
-"""Gemma 3 answers a question about a picture, with the full KV cache and with a compressed one.
+"""A model answers a question about a picture, with the full KV cache and with a compressed one.
 
-python examples/gemma3.py --image photo.jpg --question "What is on the table?"
+python examples/picture.py --image photo.jpg --question "What does the sign say?"
 """
 
 import argparse
@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import kvcompress
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--model", default="google/gemma-3-4b-it")
+parser.add_argument("--model", default="llava-hf/llava-onevision-qwen2-0.5b-ov-hf")
 parser.add_argument("--image", required=True, metavar="FILE")
 parser.add_argument("--question", default="Describe this picture.")
 parser.add_argument("--method", default="snapkv")
@@ -34,7 +34,6 @@ inputs = processor.apply_chat_template(
 ).to(device, model.dtype)
 model.generate(**inputs, max_new_tokens=2)  # warm-up, so that the times below are comparable
 
-# Most layers use a sliding window and keep transformers' own cache; the others are compressed.
 for method, ratio in (("full", None), (args.method, args.ratio)):
     with kvcompress.compress(model, method=method, ratio=ratio) as session:
         start = time.perf_counter()

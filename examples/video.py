@@ -1,6 +1,6 @@
-"""Qwen3-VL answers a question about a video, with the full KV cache and with a compressed one.
+"""A model answers a question about a video, with the full KV cache and with a compressed one.
 
-python examples/qwen3_vl.py --video clip.mp4 --question "What happens in this video?"
+python examples/video.py --video clip.mp4 --question "What happens in this video?"
 """
 
 import argparse
