@@ -690,6 +690,16 @@ MUTATIONS = {
         "a shared prompt answers for another batch",
         (CORE + "hooks/test_shared_prompt.py::test_a_pass_is_not_taken_for_that_of_another_batch",),
     ),
+    "other-candidates-second-pass": Mutation(
+        "hooks/second_pass.py",
+        "return cache.policy.cluster, None if source is None else source.cpu().numpy().tobytes()",
+        "return cache.policy.cluster, None",
+        "a second pass over other candidates is taken for this one's",
+        (
+            CORE
+            + "hooks/test_shared_prompt.py::test_a_second_pass_runs_once_for_all_budgets_of_a_method_and_its_options",
+        ),
+    ),
     "resumed-prompt-sees-ahead": Mutation(
         "cache/resumed.py",
         "return causal(query_length, columns, self.tokens.pads(columns, device), device)[:, None]",

@@ -1,7 +1,5 @@
 """The pass of a prompt that is answered before its entries are chosen: `hindsight`."""
 
-from dataclasses import replace
-
 import torch
 
 from ..scoring.answer import Answer
@@ -63,7 +61,6 @@ class AnswerPass(Pass):
     def finish(self) -> Waiting:
         """Let the cluster score the entries; return the prompt, which still waits."""
         states, candidates = self.waiting.states, self.waiting.candidates
-        self.waiting.states = None
         tokens = self.pads.shape[1]
         end = self._before.shape[2]
         # The prompt's last query sees no token of the answer; an answer token sees itself and those before it.
@@ -82,7 +79,7 @@ class AnswerPass(Pass):
         self.memory.answer_scores = received
         if candidates.source is not None:
             received = received.gather(2, candidates.source[:, None].expand(-1, received.shape[1], -1))
-        candidates.view = replace(candidates.view, received=received)
+        self.waiting.receive(received)
         return self.waiting
 
     def _visible(self, answer: torch.Tensor) -> torch.Tensor:

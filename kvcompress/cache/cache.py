@@ -94,6 +94,7 @@ class CompressedCache(DynamicCache):
         self.is_prompt = False  # whether the latest forward pass is a prompt
         self.filled_by = ModelReference()  # the model
         self.rope_deltas: torch.Tensor | None = None  # position offset of its prompts, in a model with M-RoPE
+        self.second_pass = None  # the `SecondPass` of the prompt that is passing through the model
         self.resumed_at = 0  # columns of the first prompt that were not recomputed
         # transformers' cache does not distinguish these layers, which hold an image's keys (Llama 3.2 Vision).
         cross_attention = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()

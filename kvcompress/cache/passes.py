@@ -316,6 +316,11 @@ class Waiting(Pass):
     def length(self) -> int:
         return self._length
 
+    def receive(self, received: torch.Tensor) -> None:
+        """Take each candidate's score in a second pass, (batch, kv_heads, candidates)."""
+        self.candidates.view = replace(self.candidates.view, received=received)
+        self.states = None
+
     def assess(self) -> None:
         """Score and measure; the queries are then freed."""
         self.scores, self.measured = self.choice.assess(self.candidates)

@@ -3,9 +3,11 @@
 Nothing of the second pass is stored."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..cache.cache import CompressedCache
@@ -35,6 +37,24 @@ class DecoderInputs:
         if embeddings is None:
             embeddings, by_layer = embedded(decoder, kwargs["input_ids"])
         return cls(embeddings, kwargs.get("position_ids"), by_layer)
+
+    @classmethod
+    def watch(cls, decoder: PreTrainedModel, take: "Callable[[DecoderInputs], None]") -> RemovableHandle:
+        """Pass the inputs of each forward pass to `take`, until the returned handle is removed."""
+        names = list(inspect.signature(decoder.forward).parameters)
+
+        def before_forward(decoder: PreTrainedModel, args: tuple, kwargs: dict) -> None:
+            take(cls.of(decoder, dict(zip(names, args, strict=False)) | kwargs))
+
+        return decoder.register_forward_pre_hook(before_forward, with_kwargs=True)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in vars(self).values() if part is not None)
+
+    def to(self, device: torch.device | str) -> "DecoderInputs":
+        """Return these inputs on a device."""
+        return DecoderInputs(*(None if part is None else part.to(device) for part in vars(self).values()))
 
     def following(self, seen: int, pads: torch.Tensor) -> torch.Tensor:
         """Return position ids for text tokens that follow the prompt, in the shape of the prompt's own.

@@ -24,7 +24,7 @@ from ..inflight.request import Request
 from ..inflight.under_way import Writer
 from ..policy.make import make_policy
 from ..policy.passages import Decoder
-from .answer_first import answer_first, check_answers
+from .answer_first import check_answers
 from .attention import PREFIX, connected, register_attention
 from .chunked_prefill import feed_in_chunks
 from .context_first import read_context_first
@@ -37,7 +37,8 @@ from .replacement import wrapped
 from .resumed_prompt import ResumedPrompt
 from .reused import check_reused
 from .rotary import rotary_embeddings, watch_rotary
-from .second_reading import DecoderInputs, read_again
+from .second_pass import SecondPass
+from .second_reading import DecoderInputs
 from .threads import Threads
 from .token_dropping import prune
 from .tower_attention import TowerRecorder
@@ -202,8 +203,7 @@ class Session:
         if policy.cluster.reads_hidden and (is_prompt or policy.hooks_steps):
             self._of_pass += watch_hidden_states(self._decoder, cache)
         if policy.cluster.second_pass and is_prompt:
-            note = self._decoder.register_forward_pre_hook(self._note_decoder_inputs, with_kwargs=True)
-            self._of_pass.append(note)
+            self._of_pass.append(DecoderInputs.watch(self._decoder, partial(self._prepare_second_pass, cache)))
         if policy.engine.prefill_chunk is not None and is_prompt:
             self._of_pass += feed_in_chunks(self._decoder, cache)
         if is_prompt and policy.engine.scope == "context-first":
@@ -228,11 +228,9 @@ class Session:
 
     def _choose(self, cache: CompressedCache, output: Any = None) -> None:
         """Make the choices that wait for the whole prompt, given the model's output, or for its context."""
-        if cache.policy.cluster.second_pass == "context":
-            read_again(self._decoder, self._decoder_inputs, cache)
-        elif cache.policy.cluster.second_pass == "answer":
-            answer_first(self.model, self._decoder, self._decoder_inputs, output.logits, cache)
-        self._decoder_inputs = None
+        second, cache.second_pass = cache.second_pass, None
+        if second is not None and cache.policy.cluster.second_pass:
+            second.run(self.model, self._decoder, None if output is None else output.logits, cache)
         cache.finish()
 
     def _resumed(self, cache: CompressedCache, wanted: object) -> list[ResumedPrompt]:
@@ -250,8 +248,8 @@ class Session:
         finally:
             self._pieces = None
 
-    def _note_decoder_inputs(self, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> None:
-        self._decoder_inputs = DecoderInputs.of(decoder, kwargs)
+    def _prepare_second_pass(self, cache: CompressedCache, inputs: DecoderInputs) -> None:
+        cache.second_pass = SecondPass(inputs)
 
     def _end_pass(self) -> None:
         """Remove the hooks of one pass."""

@@ -7,7 +7,7 @@ with the same prompt feeds the recorded states to its own cache, layer by layer,
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,9 +21,11 @@ from ..device import synchronise
 from ..errors import KVCompressError
 from ..scoring.rotary import Rotary
 from .model import text_decoder, unwrapped, writing_part
-from .positions import PositionRecorder, go_on_from, note_positions, rope_deltas
+from .positions import go_on_from, note_positions, rope_deltas
 from .replacement import wrapped
 from .rotary import watch_rotary
+from .second_pass import Results, SecondPass
+from .second_reading import DecoderInputs
 
 
 @dataclass(frozen=True)
@@ -60,24 +62,26 @@ class PromptPass:
     Attributes:
         inputs: the inputs that identify the batch: `input_ids`, `attention_mask` and the like.
         layers: the layers' attention inputs, in order.
-        position_ids: the text decoder's position ids; None if it counts columns itself.
+        decoder_inputs: the text decoder's inputs, in CPU memory.
         rotary: the rotation of the queries; None if it is unknown, in which case no method asks for it.
         output: the model's output, with the logits of the next token.
         rope_deltas: the position offset of a model with its own image positions (Qwen2-VL), otherwise None.
         seconds: seconds of the model's own work, without compression.
+        second_passes: what methods found that read the prompt twice or answered it first.
     """
 
     inputs: dict[str, Any]
     layers: list[Attended]
-    position_ids: torch.Tensor | None
+    decoder_inputs: DecoderInputs
     rotary: Rotary | None
     output: ModelOutput
     rope_deltas: torch.Tensor | None
     seconds: float
+    second_passes: Results = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        return self.decoder_inputs.nbytes + sum(layer.nbytes for layer in self.layers)
 
     def is_of(self, inputs: dict[str, Any]) -> bool:
         return all(_is_equal(value, inputs[name]) for name, value in self.inputs.items())
@@ -95,13 +99,12 @@ class SharedPrompt:
     ```
 
     Tokens and kept sets are the same as if the generation ran the prefill itself. The prefill does run if a method
-    changes it (see `is_shareable`), and for a batch with other tokens.
+    changes it (see `is_shareable`), and for a batch with other tokens. A method that reads the prompt twice or answers
+    it first does so once for all its budgets.
 
     Attributes:
         prompt_pass: the generation's prefill; None if it cannot be shared or has more bytes than `room`.
         is_known: whether the prefill was reused instead of run.
-        correction_s: seconds to add to the generation's time to get that of a generation that runs the prefill and
-            records nothing.
     """
 
     def __init__(
@@ -122,7 +125,14 @@ class SharedPrompt:
         self.model = writing_part(unwrapped(model))
         self.known, self.room, self.elsewhere_s = known, room, elsewhere_s
         self.prompt_pass: PromptPass | None = None
-        self.is_known, self.correction_s = False, 0.0
+        self.is_known, self._correction_s = False, 0.0
+        self._second_pass: SecondPass | None = None
+
+    @property
+    def correction_s(self) -> float:
+        """Seconds to add to the generation's time to get that of a generation that runs the prefill and records
+        nothing."""
+        return self._correction_s + (0.0 if self._second_pass is None else self._second_pass.saved_s)
 
     def __enter__(self) -> "SharedPrompt":
         self._replaced = wrapped(self.model, "forward", self._prompt_forward)
@@ -151,34 +161,44 @@ class SharedPrompt:
             handles = watch_rotary(text_decoder(self.model), rotaries.append)
         except KVCompressError:  # unknown: no method that needs it gets here
             handles = []
+        found: list[DecoderInputs] = []
+        handles.append(DecoderInputs.watch(text_decoder(self.model), found.append))
         notes = [_Note(layer, self.room / len(cache.layers)) for layer in cache.layers]
         elsewhere_s, start = self.elsewhere_s(), _now(self.model.device)
         try:
-            with PositionRecorder(text_decoder(self.model)) as positions:
-                output = forward(**kwargs)
+            output = forward(**kwargs)
         finally:
             for handle in [*handles, *notes]:
                 handle.remove()
-        self.correction_s = -sum(note.keeping_s for note in notes)
+        self._correction_s = -sum(note.keeping_s for note in notes)
         # The decoder saw only the end of a resumed prompt: the prefix cache has the rest.
-        is_whole = not cache.resumed_at and all(note.attended for note in notes)
+        is_whole = found and not cache.resumed_at and all(note.attended for note in notes)
         if is_whole and isinstance(output, ModelOutput):
             seconds = _now(self.model.device) - start - (self.elsewhere_s() - elsewhere_s)
             seconds -= sum(note.keeping_s + note.compressing_s for note in notes)
-            self.prompt_pass = PromptPass(
+            recorded = PromptPass(
                 inputs,
                 [note.attended for note in notes],
-                positions.position_ids,
+                found[0].to("cpu"),
                 rotaries[0] if rotaries else None,
                 type(output)(logits=output.logits),
                 rope_deltas(self.model),
                 seconds,
             )
+            if recorded.nbytes <= self.room:
+                self.prompt_pass = recorded
+                self._share_second_pass(cache)
         return output
+
+    def _share_second_pass(self, cache: CompressedCache) -> None:
+        if not cache.policy.cluster.second_pass:
+            return
+        inputs = self.prompt_pass.decoder_inputs.to(self.model.device)
+        self._second_pass = cache.second_pass = SecondPass(inputs, self.prompt_pass.second_passes)
 
     def _replay(self, cache: CompressedCache) -> ModelOutput:
         known, loading_s = self.known, 0.0
-        note_positions(text_decoder(self.model), known.position_ids)
+        note_positions(text_decoder(self.model), known.decoder_inputs.position_ids)
         if known.rotary is not None:
             cache.rotate(known.rotary)
         go_on_from(self.model, known.rope_deltas)
@@ -188,7 +208,8 @@ class SharedPrompt:
             loading_s += _now(layer.device) - start
             cache.update(key, value, layer.layer_idx)
             cache.layers[layer.layer_idx].after_attention(query, layer.scaling, layer.module)
-        self.correction_s = known.seconds - loading_s
+        self._correction_s = known.seconds - loading_s
+        self._share_second_pass(cache)
         return type(known.output)(logits=known.output.logits, past_key_values=cache)
 
 
@@ -218,8 +239,8 @@ class _Note:
 def is_shareable(model: PreTrainedModel, cache: object, kwargs: dict[str, Any]) -> bool:
     """Return whether a forward pass is a first prompt whose prefill other methods can share.
 
-    The method must not drop tokens on the way, read the prompt twice or in parts, or see hidden states. All layers
-    must be compressed, and only the next token's logits may be asked for.
+    The method must not drop tokens on the way, read the prompt in parts, or see hidden states. All layers must be
+    compressed, and only the next token's logits may be asked for.
     """
     if not isinstance(cache, CompressedCache) or not all(isinstance(layer, CompressedLayer) for layer in cache.layers):
         return False
@@ -231,7 +252,7 @@ def is_shareable(model: PreTrainedModel, cache: object, kwargs: dict[str, Any]) 
     # attention_sums.py computes the attention itself, equal up to rounding; here it must be equal bit for bit.
     if policy.needs_sums and model.device.type == "cpu" and model.dtype == torch.float32:
         return False
-    sees_more = policy.tokens is not None or policy.cluster.second_pass or policy.cluster.reads_hidden
+    sees_more = policy.tokens is not None or policy.cluster.reads_hidden
     return not sees_more and policy.engine.prefill_chunk is None and policy.engine.scope != "context-first"
 
 

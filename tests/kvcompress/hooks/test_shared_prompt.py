@@ -2,7 +2,7 @@
 
 import copy
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress.hooks import shared_prompt
+from kvcompress.hooks.model import text_decoder
 from kvcompress.hooks.shared_prompt import PromptPass, SharedPrompt
 from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, some
@@ -35,6 +36,16 @@ def answer(model, inputs, method, ratio, known=None, share=True, room=float("inf
         )
     assert "forward" not in vars(model)
     return output.sequences, torch.stack(output.logits), session.cache, shared
+
+
+@contextmanager
+def watched(module, calls):
+    """Add each forward pass of `module` to `calls`."""
+    handle = module.register_forward_pre_hook(lambda *given: calls.append(given))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def pass_of(model, inputs) -> PromptPass:
@@ -63,7 +74,7 @@ def test_a_shared_pass_gives_the_logits_and_kept_sets_of_ones_own_bit_for_bit(fa
     expected = answer(model, inputs, case.method, case.ratio, share=False, **options)
     ours = answer(model, inputs, case.method, case.ratio, known, **options)
     assert_same(ours, expected)
-    runs_itself = case.policy.needs_sums or case.policy.cluster.second_pass or family in WITH_SLIDING_LAYERS
+    runs_itself = case.policy.needs_sums or family in WITH_SLIDING_LAYERS
     assert ours[-1].is_known == (not runs_itself)
 
 
@@ -78,7 +89,7 @@ def test_every_method_leaves_the_shared_pass_as_it_was(method):
     expected = answer(model, inputs, method, 0.3, share=False)
     ours = answer(model, inputs, method, 0.3, known)
     assert_same(ours, expected)
-    assert ours[-1].is_known == (not ours[2].policy.cluster.second_pass)
+    assert ours[-1].is_known
     for layer, states in zip(known.layers, before, strict=True):
         assert all(map(torch.equal, layer.states, states))
 
@@ -105,9 +116,7 @@ def test_every_protocol_and_storage_can_share_a_pass(options):
     assert_same(ours, answer(model, inputs, "snapkv", 0.4, share=False, **options))
 
 
-@pytest.mark.parametrize(
-    "options", [{"method": "fastv"}, {"method": "kvzip"}, {"method": "snapkv", "prefill_chunk": 8}]
-)
+@pytest.mark.parametrize("options", [{"method": "fastv"}, {"method": "snapkv", "prefill_chunk": 8}])
 def test_what_changes_the_pass_runs_its_own(options):
     model = ONEVISION.build()
     inputs = ONEVISION.inputs(model, [31, 44], [1, 1])
@@ -117,6 +126,48 @@ def test_what_changes_the_pass_runs_its_own(options):
     assert not ours[-1].is_known
     assert ours[-1].prompt_pass is None
     assert torch.equal(ours[0], answer(model, inputs, method, 0.5, share=False, **more)[0])
+
+
+@pytest.mark.parametrize(
+    ("method", "other"),
+    [("kvzip", {"chunk_size": 7}), ("kvcompose", {"window_size": 7}), ("hindsight", {"answer_tokens": 3})],
+)
+@pytest.mark.parametrize("family", [QWEN2, ONEVISION, QWEN2_VL], ids=lambda family: family.name)
+def test_a_second_pass_runs_once_for_all_budgets_of_a_method_and_its_options(method, other, family):
+    model = family.build()
+    inputs = family.inputs(model, [31, 44], [1, 0] if family.is_vlm else None)
+    known, passes = pass_of(model, inputs), []
+
+    def run(ratio, **options):
+        with watched(text_decoder(model), passes):
+            ours = answer(model, inputs, method, ratio, known, **options)
+        count = len(passes)
+        passes.clear()
+        assert ours[-1].is_known
+        assert_same(ours, answer(model, inputs, method, ratio, share=False, **options))
+        return count
+
+    steps = NEW - 1
+    assert run(0.5) > steps
+    assert run(0.3) == steps
+    assert run(0.3, decode_budget=20) == steps
+    assert run(0.3, scope="context", context_tokens=-6) > steps, "it has other candidates"
+    assert run(0.5, scope="context", context_tokens=-6) == steps
+    assert run(0.3, **other) > steps
+    assert run(0.3) == steps
+
+
+def test_the_seconds_of_a_second_pass_count_where_it_was_spared(monkeypatch):
+    model = QWEN2.build()
+    inputs = QWEN2.inputs(model, [40])
+    first = answer(model, inputs, "kvzip", 0.5)[-1]
+    (result,) = first.prompt_pass.second_passes.values()
+    first.prompt_pass.second_passes.update(
+        {key: result._replace(seconds=100.0) for key in first.prompt_pass.second_passes}
+    )
+    for method, least in (("kvzip", 99.0), ("snapkv", 0.0)):
+        correction_s = answer(model, inputs, method, 0.3, first.prompt_pass)[-1].correction_s
+        assert least < correction_s - first.prompt_pass.seconds + 1.0 < least + 2.0
 
 
 def test_a_pass_is_not_taken_for_that_of_another_batch():
@@ -154,7 +205,7 @@ def test_a_pass_larger_than_the_room_is_not_kept():
     known = pass_of(model, inputs)
     heads = model.config.num_attention_heads + 2 * model.config.num_key_value_heads
     head_dim = model.config.hidden_size // model.config.num_attention_heads
-    assert known.nbytes == 4 * len(known.layers) * 2 * 20 * heads * head_dim
+    assert known.nbytes == known.decoder_inputs.nbytes + 4 * len(known.layers) * 2 * 20 * heads * head_dim
     assert answer(model, inputs, "knorm", 0.5, room=known.nbytes)[-1].prompt_pass is not None
     small = answer(model, inputs, "knorm", 0.5, room=known.nbytes - 1)
     assert small[-1].prompt_pass is None
