@@ -127,6 +127,11 @@ class Memory:
         """`length` as an integer: the true position of the next token."""
         return int(self.length)
 
+    def check_room(self, seen: int) -> None:
+        """Raise KVCompressError if there is no room for so many tokens, pads and those stored already included."""
+        if self.storage is not None:
+            self.storage.check_room(seen - self._seen_when_stored)
+
     @property
     def stored(self) -> int:
         """Number of slots in use in the row and head that keeps most."""

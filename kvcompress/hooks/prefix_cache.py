@@ -101,7 +101,11 @@ class PrefixCache:
         if not cache.is_empty or not self._contexts.room:
             compress()
             return
-        given = [given_by(inputs, row, tokens.columns - length) for row, length in enumerate(tokens.lengths)]
+        marks = [part for part in (tokens.protected, tokens.groups) if part is not None]  # the question's length counts
+        given = []
+        for row, length in enumerate(tokens.lengths):
+            pads = tokens.columns - length
+            given.append([*given_by(inputs, row, pads), *(part[row, pads:] for part in marks)])
         key = context_key(identity, cache, given)
         if (known := self._contexts.find(key)) is not None:
             known.restore(cache)

@@ -142,6 +142,8 @@ class Session:
             undo.callback(before.remove)
             after = self.model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
             undo.callback(after.remove)
+            if hasattr(self.model, "prepare_inputs_for_generation"):
+                undo.callback(wrapped(self.model, "prepare_inputs_for_generation", self._prepare_inputs).remove)
             if hasattr(self.model.base_model, "rope_deltas"):
                 undo.callback(wrapped(self.model, "generate", self._generate).remove)
             for watch in (self._frames, self._tower):
@@ -169,6 +171,13 @@ class Session:
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._count_on(kwargs.get("past_key_values"))  # `generate` counts positions before the first forward pass
         return generate(*args, **kwargs)
+
+    def _prepare_inputs(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Check the room of static shapes before each step of `generate`: a compiled step cannot."""
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        if isinstance(cache, CompressedCache) and isinstance(mask, torch.Tensor) and mask.ndim == 2:
+            cache.compressed_layers[0].memory.check_room(mask.shape[1])
+        return prepare(*args, **kwargs)
 
     def _count_on(self, cache: object) -> None:
         """Let the model continue positions after the tokens in the cache."""

@@ -29,6 +29,9 @@ class Storage(ABC):
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append decoded states (batch, kv_heads, new, head_dim) to every row and head."""
 
+    def check_room(self, appended: int) -> None:  # noqa: B027, most storages grow
+        """Raise KVCompressError if the storage has no room for so many appended tokens."""
+
     @abstractmethod
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values (batch, kv_heads, length, head_dim)."""

@@ -69,10 +69,7 @@ class StaticStorage(Storage):
         new = keys.shape[2]
         if not torch.compiler.is_compiling():
             if new > self._left:
-                raise KVCompressError(
-                    f"the static cache is full: it has room for max_new_tokens={self.capacity - self.entries} tokens "
-                    "after a prompt"
-                )
+                raise self._is_full()
             self._left -= new
         if self._counts:
             self.appended.add_(new)
@@ -80,6 +77,14 @@ class StaticStorage(Storage):
             self._new = keys, values
         else:
             self._write(keys, values)
+
+    def check_room(self, appended: int) -> None:
+        if appended > self.capacity - self.entries:
+            raise self._is_full()
+
+    def _is_full(self) -> KVCompressError:
+        room = self.capacity - self.entries
+        return KVCompressError(f"the static cache is full: it has room for max_new_tokens={room} tokens after a prompt")
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the latest appended tokens to their slots."""

@@ -75,6 +75,30 @@ def test_generate_compiles_the_decode_step_itself():
     del model._compiled_call
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("options", [{}, {"first_token": "compressed"}], ids=["", "compressed"])
+def test_generate_ends_with_one_line_before_a_step_without_room(options, is_compiled):
+    """A compiled step writes into the buffers without looking; on a GPU, behind a head's own."""
+    model = FAMILIES["qwen2"].build(1)
+    inputs = FAMILIES["qwen2"].inputs(model, [40, 31])
+    config = CompileConfig(fullgraph=True, backend="eager", mode="default")
+    config._compile_all_devices = is_compiled
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    caches = [
+        kvcompress.CompressedCache(model.config, "snapkv", 0.3, max_new_tokens=6, **STATIC, **options) for _ in range(2)
+    ]
+    most = 7 - len(options)  # the last is not fed; the prompt's last may be fed again
+    with kvcompress.attach(model):
+        tokens, _ = generate(model, inputs, most, past_key_values=caches[0], compile_config=config)
+        assert tokens.shape[1] == most
+        with pytest.raises(kvcompress.KVCompressError, match="room for max_new_tokens=6"):
+            generate(model, inputs, most + 1, past_key_values=caches[1], compile_config=config)
+    assert [int(cache.compressed_layers[0].storage.appended) for cache in caches] == [6, 6]
+    assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0) == is_compiled
+    vars(model).pop("_compiled_call", None)
+
+
 @pytest.mark.slow
 def test_prompts_of_other_lengths_compile_once_more_and_then_never():
     model = FAMILIES["qwen2"].build(1)

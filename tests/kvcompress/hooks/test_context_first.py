@@ -12,6 +12,7 @@ from tests.support.calibrations import calibration_of
 from tests.support.examples import some
 from tests.support.families import FAMILIES
 from tests.support.in_flight import with_end
+from tests.support.kept import kept_of
 from tests.support.strategies import METHODS, SOME_METHODS
 
 NEW, ASKS = 4, 6
@@ -182,6 +183,20 @@ def test_the_question_changes_nothing_that_is_kept_of_its_context():
             assert torch.equal(ours, theirs)
             asked = ours >= 63 - ASKS
             assert int((~asked).sum()) == round(0.4 * (63 - pads - ASKS))
+
+
+@pytest.mark.parametrize("options", [{"protect": "last:8"}, {"fair": "first:20+last:12"}], ids=["protect", "fair"])
+def test_a_context_is_not_taken_for_one_of_which_a_shorter_question_protects_more(options):
+    model, prefixes = QWEN2.build(), PrefixCache(gb=1)
+    options |= {"context_tokens": 30}
+    for length in (42, 34, 42):
+        inputs = QWEN2.inputs(model, [42])
+        inputs = {name: value[:, :length] for name, value in inputs.items()}
+        before = prefixes.reused_tokens
+        ours, expected = (answer(model, inputs, "knorm", *known, **options) for known in ([prefixes], []))
+        assert repr(kept_of(ours[2])) == repr(kept_of(expected[2]))
+        torch.testing.assert_close(ours[1], expected[1], atol=1e-5, rtol=0)
+    assert prefixes.reused_tokens - before == 30, "the third is the first's"
 
 
 def test_methods_share_the_states_of_a_context_and_others_its_entries():
