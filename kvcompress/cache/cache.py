@@ -95,6 +95,7 @@ class CompressedCache(DynamicCache):
         self.filled_by = ModelReference()  # the model
         self.rope_deltas: torch.Tensor | None = None  # position offset of its prompts, in a model with M-RoPE
         self.second_pass = None  # the `SecondPass` of the prompt that is passing through the model
+        self.last_position: torch.Tensor | None = None  # of that prompt's last token, if the decoder was told it
         self.resumed_at = 0  # columns of the first prompt that were not recomputed
         # transformers' cache does not distinguish these layers, which hold an image's keys (Llama 3.2 Vision).
         cross_attention = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()

@@ -3,7 +3,10 @@
 import inspect
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+
+from ..cache.cache import CompressedCache
 
 _entered: list["PositionRecorder"] = []
 
@@ -13,6 +16,17 @@ def note_positions(decoder: PreTrainedModel, position_ids: torch.Tensor | None) 
     for recorder in _entered:
         if recorder.decoder is decoder:
             recorder.note(position_ids)
+
+
+def note_last_position(decoder: PreTrainedModel, cache: CompressedCache) -> RemovableHandle:
+    """Let a prompt's pass through `decoder` set `cache.last_position`, until the returned handle is removed."""
+
+    def before_forward(decoder: PreTrainedModel, args: tuple, kwargs: dict) -> None:
+        positions = kwargs.get("position_ids")
+        if positions is not None and cache.last_position is None:  # further passes read parts of the prompt
+            cache.last_position = positions[..., -1:]
+
+    return decoder.register_forward_pre_hook(before_forward, with_kwargs=True)
 
 
 def rope_deltas(model: PreTrainedModel) -> torch.Tensor | None:

@@ -31,7 +31,7 @@ from .context_first import read_context_first
 from .hidden_states import watch_hidden_states
 from .model import attention_config, check_cache, check_heads, text_decoder, unwrapped, writing_part
 from .model_identity import ModelReference
-from .positions import go_on_from, rope_deltas
+from .positions import go_on_from, note_last_position, rope_deltas
 from .prefix_cache import PrefixCache
 from .replacement import wrapped
 from .resumed_prompt import ResumedPrompt
@@ -180,9 +180,9 @@ class Session:
         return prepare(*args, **kwargs)
 
     def _count_on(self, cache: object) -> None:
-        """Let the model continue positions after the tokens in the cache."""
-        if isinstance(cache, CompressedCache) and not cache.is_empty and not torch.compiler.is_compiling():
-            go_on_from(self.model, cache.rope_deltas)
+        """Let the model continue positions after the tokens in the cache, not after its latest prompt."""
+        if isinstance(cache, CompressedCache) and not torch.compiler.is_compiling():
+            go_on_from(self.model, None if cache.is_empty else cache.rope_deltas)
 
     def _before_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Give a new generation its cache, and announce the forward pass to the cache."""
@@ -211,6 +211,9 @@ class Session:
             self._of_pass += watch_rotary(self._decoder, cache.rotate)
         if policy.cluster.reads_hidden and (is_prompt or policy.hooks_steps):
             self._of_pass += watch_hidden_states(self._decoder, cache)
+        if policy.feeds_last_again and is_prompt:
+            cache.last_position = None
+            self._of_pass.append(note_last_position(self._decoder, cache))
         if policy.cluster.second_pass and is_prompt:
             self._of_pass.append(DecoderInputs.watch(self._decoder, partial(self._prepare_second_pass, cache)))
         if policy.engine.prefill_chunk is not None and is_prompt:
@@ -290,8 +293,8 @@ class Session:
         for name in ("input_ids", "inputs_embeds"):
             if kwargs.get(name) is not None:
                 last[name] = kwargs[name][:, -1:]
-        if kwargs.get("position_ids") is not None:
-            last["position_ids"] = kwargs["position_ids"][..., -1:]
+        if cache.last_position is not None:
+            last["position_ids"] = cache.last_position
         return self.model(**last, return_dict=kwargs.get("return_dict"))
 
     @contextmanager

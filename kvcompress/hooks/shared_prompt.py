@@ -199,6 +199,8 @@ class SharedPrompt:
     def _replay(self, cache: CompressedCache) -> ModelOutput:
         known, loading_s = self.known, 0.0
         note_positions(text_decoder(self.model), known.decoder_inputs.position_ids)
+        if (positions := known.decoder_inputs.position_ids) is not None:
+            cache.last_position = positions[..., -1:].to(self.model.device)
         if known.rotary is not None:
             cache.rotate(known.rotary)
         go_on_from(self.model, known.rope_deltas)

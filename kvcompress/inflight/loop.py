@@ -136,7 +136,7 @@ class InFlight:
             is_reading = self._reading is not None
             if is_reading:
                 yield from self._read()
-            self._admit()
+            yield from self._admit()
             if self._running:
                 yield from self._step()
                 yield None
@@ -184,8 +184,10 @@ class InFlight:
             return
         yield answer
 
-    def _admit(self) -> None:
-        """Move the waiting request into a slot of its size, if there is one."""
+    def _admit(self) -> Iterator[Answer]:
+        """Move the waiting request into a slot of its size, if there is one.
+
+        Yields an answer if memory does not even hold a single slot of that size."""
         if self._next is None:
             return
         running, cache = self._next, self._next.cache
@@ -202,12 +204,25 @@ class InFlight:
             sizes, slots = running.sizes, self._slots_of(running.sizes)
         if len(self._running) >= slots:
             return
-        if (slots, sizes) != (self._cache.slots, self._cache.sizes):
-            self._resize(slots, sizes)
-        slot = next(slot for slot in range(slots) if slot not in self._running)
-        self._cache.fill(slot, cache, room)
-        running.cache, self._next = None, None
-        self._running[slot] = running
+        try:
+            if (slots, sizes) != (self._cache.slots, self._cache.sizes):
+                self._resize(slots, sizes)
+            slot = next(slot for slot in range(slots) if slot not in self._running)
+            self._cache.fill(slot, cache, room)
+        except torch.OutOfMemoryError:
+            if self._limits.on_oom == "raise":
+                raise
+        else:
+            running.cache, self._next = None, None
+            self._running[slot] = running
+            return
+        del cache
+        self._again.appendleft((running.index, running.request))
+        self._next, running.cache = None, None
+        self._start_over(max(slots // 2, 1))
+        if slots == 1:
+            self._again.popleft()
+            yield running.failed(torch.OutOfMemoryError("not enough memory for this request alone"))
 
     def _slots_of(self, sizes: list[int]) -> int:
         """Return how many slots of this size are allowed."""
@@ -324,7 +339,25 @@ class InFlight:
         for slot, running in reversed(list(self._running.items())[self._most :]):
             self._free(slot)
             self._again.appendleft((running.index, running.request))
-        self._resize(self._most, self._cache.sizes)
-        gc.collect()
-        torch.cuda.empty_cache()
+        try:
+            self._resize(self._most, self._cache.sizes)
+        except torch.OutOfMemoryError:
+            pass
+        else:
+            _collect()
+            return True
+        self._start_over(self._most)
         return True
+
+    def _start_over(self, most: int) -> None:
+        """Give back all slots, of which some layers may have more than others; their requests start again, at most
+        `most` at a time."""
+        self._again.extendleft((running.index, running.request) for running in reversed(self._running.values()))
+        self._peak_kv_bytes, self._most, self.halved = self.peak_kv_bytes, most, self.halved + 1
+        self._running, self._cache = {}, None
+        _collect()
+
+
+def _collect() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()

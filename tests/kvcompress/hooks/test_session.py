@@ -466,3 +466,32 @@ def test_a_pass_that_needs_hooks_runs_in_no_other_threads_pass(alone, first):
             for r, s in zip(x, y, strict=True)
             for a, b in zip(r, s, strict=True)
         )
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_direct_call_feeds_the_last_token_again_at_its_own_position(family):
+    """`generate` computes positions before the forward pass; a direct call leaves that to the model."""
+    chosen = FAMILIES[family]
+    model, images = chosen.build(), [1] if chosen.is_vlm else None
+    inputs = chosen.inputs(model, [40], images)
+    with kvcompress.compress(model, "snapkv", 0.3, first_token="compressed"), torch.no_grad():
+        logits = model(**inputs).logits[:, -1]
+        expected = model.generate(
+            **inputs, max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True
+        ).logits[0]
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+def test_a_text_after_an_image_has_its_own_positions():
+    """Qwen2-VL stores the position offset of its latest image, also for a prompt without one."""
+    family = FAMILIES["qwen2-vl"]
+    model, step = family.build(), torch.tensor([[9]])
+    with torch.no_grad(), kvcompress.compress(model, "knorm", 0.5) as session:
+        logits = []
+        for generates in (False, True):
+            if generates:
+                model.generate(**family.inputs(model, [40], [2]), max_new_tokens=2, do_sample=False)
+            model(**family.inputs(model, [30]))
+            with session.reuse() as cache:
+                logits.append(model(input_ids=step, past_key_values=cache).logits)
+    assert torch.equal(*logits)

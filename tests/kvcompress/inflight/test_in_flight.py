@@ -294,6 +294,37 @@ def test_where_memory_does_not_suffice_the_slots_are_halved_and_no_token_changes
         answers_of(model, requests, 4, **greedy, on_oom="raise")
 
 
+@pytest.mark.parametrize("at", [(1,), (2,), (7,), (8,), (4, 6)])
+@pytest.mark.parametrize("name", ["resize", "fill"])
+def test_slots_that_memory_does_not_hold_are_halved_and_no_token_changes(monkeypatch, name, at):
+    """Some layers already have the new slots when memory runs out."""
+    model, requests = requests_of("qwen2", lengths=[40, 23, 61, 35, 150, 30])
+    greedy = {"max_new_tokens": 10, "do_sample": False}
+    expected = [tokens_alone(model, inputs, **greedy) for inputs in requests]
+    memory, target = OutOfMemory(*at), f"kvcompress.inflight.layer.SlotLayer.{name}"
+    monkeypatch.setattr(target, memory.failing(pkgutil.resolve_name(target)))
+    with kvcompress.compress(model, "snapkv", 0.3) as session:
+        run = session.generate_many(requests, slots=4, **greedy)
+        found = {answer.index: answer.tokens.tolist() for answer in run}
+    assert memory.calls > max(at)
+    assert run.halved == len(at)
+    assert found == dict(enumerate(expected))
+    memory.at = (memory.calls + 1,)
+    with pytest.raises(torch.OutOfMemoryError):
+        answers_of(model, requests, 4, **greedy, on_oom="raise")
+
+
+@pytest.mark.parametrize("name", ["resize", "fill"])
+def test_a_slot_that_memory_does_not_hold_alone_ends_its_request_with_that_error(monkeypatch, name):
+    model, requests = requests_of("qwen2")
+    target = f"kvcompress.inflight.layer.SlotLayer.{name}"
+    memory = OutOfMemory(*range(1, 10**6))
+    with monkeypatch.context() as patch:
+        patch.setattr(target, memory.failing(pkgutil.resolve_name(target)))
+        found = answers_of(model, requests, slots=4, max_new_tokens=6, do_sample=False)
+    assert [type(answer.error) for answer in found] == [torch.OutOfMemoryError] * len(requests)
+
+
 def test_a_request_alone_that_memory_does_not_hold_ends_with_that_error(monkeypatch):
     model, requests = requests_of("qwen2")
     original = under_way.prepare
