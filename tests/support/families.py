@@ -378,6 +378,7 @@ def _build(name: str, layers: int, heads: int, kv_heads: int, seed: int) -> PreT
     if family.image_format == "audio":  # no automatic class for it is in every supported transformers
         make = Qwen2AudioForConditionalGeneration._from_config
     with torch.random.fork_rng():
+        torch.manual_seed(seed)  # `randomize` leaves some of the model's own weights, such as CLIP's class embedding
         model = make(config, dtype=torch.float32, attn_implementation="sdpa").eval()
     randomize(model, torch.Generator().manual_seed(seed))
     if name == "llava-onevision-original":  # through the files of a checkpoint: LLaVA-OneVision's own weights again

@@ -5,7 +5,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from tests.support.families import FAMILIES, FIRST_TEXT, IMAGE, MORE_FAMILIES, PAD, VLM_FAMILIES, Family
+from tests.support.families import FAMILIES, FIRST_TEXT, IMAGE, MORE_FAMILIES, PAD, VLM_FAMILIES, Family, _build
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -145,3 +145,15 @@ def test_images_for_a_text_model_are_refused():
     family = FAMILIES["llama"]
     with pytest.raises(ValueError, match="llama takes no images"):
         family.inputs(family.build(), [10], [1])
+
+
+@pytest.mark.parametrize("name", ["llava-1.5", "qwen2-vl"])
+def test_a_family_has_the_same_weights_in_every_process(name):
+    with torch.random.fork_rng():
+        models = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            _build.cache_clear()
+            models.append((FAMILIES | MORE_FAMILIES)[name].build())
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, other)
