@@ -193,38 +193,50 @@ class Choice:
 
     # -- stored entries, while decoding or with a later chunk
 
-    def stored_view(
+    def reduce(
         self,
         kept: Kept,
         memory: Memory,
         seen: int,
         lengths: list[int],
         budgets: list[int],
+        queries: torch.Tensor | None,
+        new: torch.Tensor | None,
         scaling: float,
         module: torch.nn.Module,
         rotary: Rotary | None,
-        noted: torch.Tensor | None = None,
-        reading: bool = False,
-        has_no_pads: bool = False,
         held: list[list[int]] | None = None,
+        has_no_pads: bool = False,
+        reading: bool = False,
         **vision: object,
-    ) -> LayerView:
-        """Return a cluster's view of stored entries.
+    ) -> Kept:
+        """Choose among stored and newer entries.
 
         Args:
+            kept: all of the entries.
             memory: what lasted since earlier choices.
-            has_no_pads, held: as in `Memory`.
             lengths: tokens of each row so far, evicted ones included.
             budgets: entries to keep, as a mean over the layers.
+            queries: the queries that the cluster scores with.
+            new: the latest queries, which are not in the sums yet.
+            held, has_no_pads: as in `Memory`; without them pads are counted, which waits for the device.
             reading: as in `StoredEntries`.
             vision: fields of `LayerView` about vision tokens.
+
+        Returns:
+            The entries that the cluster keeps. If it keeps everything, these are the entries of `kept` with their new
+                sums and, in a later chunk, `Kept.noted`.
         """
-        padding, log = None, memory.log
+        log, (rows, kv_heads, slots) = memory.log, kept.indices.shape
+        padding = None
         if held is not None:
-            padding = on_device(kept.indices.shape[2] - torch.tensor(held), kept.indices.device)
-        elif not has_no_pads:
+            padding = on_device(slots - torch.tensor(held), kept.indices.device)
+        elif has_no_pads:
+            held = [[slots] * kv_heads] * rows
+        else:
             padding = (kept.indices < 0).sum(-1)
-        return LayerView(
+            held = (slots - padding).tolist()
+        view = LayerView(
             self.place,
             self.num_layers,
             lengths,
@@ -237,40 +249,11 @@ class Choice:
             settings=self.settings,
             stored=StoredEntries(kept.indices, seen, tuple(lengths), reading),
             merge_threshold=memory.merge_threshold,
-            noted=noted,
+            noted=None if reading else memory.noted,
             protected=log.protected and log.protected.among(kept.indices),
             protected_lengths=self.protected_lengths(log),
             **vision,
         )
-
-    def reduce(
-        self,
-        kept: Kept,
-        queries: torch.Tensor | None,
-        new: torch.Tensor | None,
-        view: LayerView,
-        log: SequenceLog,
-        held: list[list[int]] | None = None,
-    ) -> Kept:
-        """Choose among stored and newer entries.
-
-        Args:
-            kept: all of the entries.
-            queries: the queries that the cluster scores with.
-            new: the latest queries, which are not in the sums yet.
-            view: the view of `kept`, see `stored_view`.
-            log: facts about the sequence so far.
-            held: as in `Memory`; None: pads are counted, which waits for the device.
-
-        Returns:
-            The entries that the cluster keeps. If it keeps everything, these are the entries of `kept` with their new
-                sums and, in a later chunk, `Kept.noted`.
-        """
-        rows, kv_heads, slots = kept.indices.shape
-        if view.padding is None:
-            held = [[slots] * kv_heads] * rows
-        elif held is None:
-            held = (slots - view.padding).tolist()
         entries = [max(of_heads) for of_heads in held]
         if self.policy.carries_sums:
             view = replace(view, sums=kept.sums + self._added(new, kept.keys, view))

@@ -1,8 +1,11 @@
 """Vision tokens hidden from later layers in a decode step, for token methods that choose again at each step."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
+from ..scoring.layer_view import Kept
 from ..scoring.windows import window_logits
 from ..tokens.base import TokenMethod
 from .memory import Memory
@@ -23,15 +26,17 @@ class Hiding:
         self._method, self.first_layer = method, first_layer
         self.hidden: torch.Tensor | None = None
 
-    def look(self, memory: Memory, queries: torch.Tensor, scaling: float) -> None:
-        """Choose the hidden tokens from the queries (batch, heads, 1, head_dim) of the layer before, which holds
-        `memory`."""
+    def look(
+        self, memory: Memory, entries: Callable[[], Kept], seen: int, queries: torch.Tensor, scaling: float
+    ) -> None:
+        """Choose the hidden tokens from the queries (batch, heads, 1, head_dim) of the layer before, which holds these
+        `entries` of `seen` tokens."""
         self.hidden = None
         if not memory.log.has_vision:
             return
-        kept, vision = memory.kept(), memory.log.vision
+        kept, vision = entries(), memory.log.vision
         columns = kept.indices[:, 0]
-        is_vision = F.pad(vision, (0, memory.seen - vision.shape[1])).to(columns.device)
+        is_vision = F.pad(vision, (0, seen - vision.shape[1])).to(columns.device)
         is_vision = is_vision.gather(1, columns.clamp(min=0)) & (columns >= 0)
         logits = window_logits(queries, kept.keys, 1, scaling)
         logits.masked_fill_((kept.indices < 0)[:, :, None, None], float("-inf"))

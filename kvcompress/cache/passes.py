@@ -20,6 +20,7 @@ from ..scoring.rereading import received
 from ..scoring.rotary import Rotary
 from ..scoring.windows import pad_columns
 from .choice import Choice
+from .eviction import evict
 from .hiding import Hiding
 from .memory import Memory
 from .new_tokens import NewTokens
@@ -108,42 +109,13 @@ class Decoding(Pass):
         self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
     ) -> Pass:
         if self._hiding is not None and self._layer_idx == self._hiding.first_layer - 1:
-            self._hiding.look(self.memory, queries, scaling)
+            self._hiding.look(self.memory, self.memory.kept, self.memory.seen, queries, scaling)
         if self._evicts:
             self.memory.remember(self.choice.latest(queries, rotary))
             self.memory.decoded += queries.shape[2]
             if self.memory.decoded >= self.choice.policy.decode_interval:
                 evict(self.choice, self.memory, scaling, module, rotary)
         return self
-
-
-def evict(
-    choice: Choice, memory: Memory, scaling: float, module: torch.nn.Module, rotary: Rotary | None = None
-) -> None:
-    """Reduce the stored entries, decoded ones included, to the decode budget. Arguments as in `States`."""
-    log, seen = memory.log, memory.seen
-    lengths = [length + seen - log.columns for length in log.lengths]
-    queries = torch.cat(memory.latest_queries, dim=2) if memory.latest_queries else None
-    new = None if queries is None else queries[:, :, -memory.decoded :]
-    budgets = [choice.policy.decode(length) for length in lengths]
-    kept, held = memory.kept(), memory.held()
-    rotary = memory.rotary if choice.policy.moves_keys else rotary
-    view = choice.stored_view(
-        kept,
-        memory,
-        seen,
-        lengths,
-        budgets,
-        scaling,
-        module,
-        rotary,
-        memory.noted,
-        has_no_pads=memory.has_no_pads,
-        held=held,
-    )
-    voters = None if queries is None else choice.voters(queries)
-    memory.reduce_to(kept, choice.reduce(kept, voters, new, view, log, held), seen)
-    memory.decoded = 0
 
 
 class Prefill(Pass):
@@ -265,22 +237,23 @@ class LaterChunk(Prefill):
         has_no_pads = memory.has_no_pads and tokens.padding is None
         both = joined(memory.kept(), Kept(keys, values, indices))
         both = both if has_no_pads else right_aligned(both)
-        view = choice.stored_view(
+        # A cluster takes statistics of unrotated queries: of the whole chunk, as in a first chunk.
+        voters = queries if choice.policy.cluster.unrotated_queries else choice.voters(queries)
+        reduced = choice.reduce(
             both,
             memory,
             seen,
             log.lengths,
             budgets,
+            voters,
+            queries,
             states.scaling,
             states.module,
             rotary,
-            reading=True,
             has_no_pads=has_no_pads,
+            reading=True,
             **tokens.vision_among(both.indices),
         )
-        # A cluster takes statistics of unrotated queries: of the whole chunk, as in a first chunk.
-        voters = queries if choice.policy.cluster.unrotated_queries else choice.voters(queries)
-        reduced = choice.reduce(both, voters, queries, view, log)
         if reduced.indices is not both.indices:
             memory.merge_threshold = reduced.merge_threshold
         memory.noted = reduced.noted

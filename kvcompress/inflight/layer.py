@@ -2,14 +2,14 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
-from ..cache.joined import JoinedMemory
+from ..cache.eviction import evict_together, kind
 from ..cache.layer import CompressedLayer, on_their_way
 from ..cache.memory import Memory
-from ..cache.passes import evict
 from ..device import on_device
 from ..scoring.rotary import Rotary
 from .pool import RaggedSlotPool, SlotPool
@@ -217,9 +217,8 @@ class SlotLayer(DecodingLayer):
         slots, capacity = self._slots, self.storage.rows // self.storage.heads
         slots.hidden = torch.zeros(len(slots.seen), capacity, dtype=torch.bool, device=queries.device)
         for slot, memory in self._memories.items():
-            joined = JoinedMemory(self.policy, [memory], [slots.held[slot] + 1], self.storage.kept([slot]))
-            self._hiding.look(joined, queries[slot : slot + 1], scaling)
-            memory.attended = joined.attended
+            seen, entries = slots.held[slot] + 1, partial(self.storage.kept, [slot])
+            self._hiding.look(memory, entries, seen, queries[slot : slot + 1], scaling)
             if self._hiding.hidden is not None:
                 slots.hidden[slot, : self._hiding.hidden.shape[1]] = self._hiding.hidden[0]
 
@@ -237,7 +236,7 @@ class SlotLayer(DecodingLayer):
         interval, together = self.policy.decode_interval, defaultdict(list)
         for slot, decoded in self._decoded.items():
             if decoded >= interval:
-                together[decoded, JoinedMemory.kind(self._memories[slot])].append(slot)
+                together[decoded, kind(self._memories[slot])].append(slot)
         for (decoded, _), slots in together.items():
             self._evict(slots, decoded)
 
@@ -248,22 +247,19 @@ class SlotLayer(DecodingLayer):
         if self._latest is not None:
             queries = self._latest[on_device(slots, self._latest.device)][:, :, self._order]
         held = self.storage.counts(slots)
-        joined = JoinedMemory(self.policy, memories, seen, self.storage.kept(slots), queries, decoded, held)
-        before, rotary = joined.result, self._slots.rotary
+        before, rotary = self.storage.kept(slots), self._slots.rotary
         if rotary is not None:
             rotary = rotary.rows(on_device(slots, rotary.cos.device)).to(before.keys.device)
-        evict(self.choice, joined, self._scaling, self._module, rotary)
-        is_same = joined.result is before and before.sums is None
-        if is_same:
-            counts = held
-        else:
-            left, stay = joined.give_back(memories), joined.result.indices is before.indices
-            counts = held if stay else left.held or (left.indices >= 0).sum(-1).tolist()
+        of_layer = self._scaling, self._module, rotary
+        left = evict_together(self.choice, memories, seen, before, queries, decoded, *of_layer, held)
+        counts = held
+        if left.indices is not before.indices:
+            counts = left.held or (left.indices >= 0).sum(-1).tolist()
         rows = max(self._pool_type.rows_for(of_heads, self.policy.decode_interval) for of_heads in counts)
         if rows > self.storage.rows:  # heads or layers now share their budget differently
             rows += SPARE * self.storage.heads
             self.storage = self.storage.resized(self.storage.slots, rows, {slot: slot for slot in self._memories})
-        if not is_same:
+        if left is not before:
             self.storage.place(slots, left, counts, room=0)
         for slot in slots:
             self._decoded[slot] = 0

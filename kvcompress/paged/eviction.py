@@ -12,10 +12,10 @@ from transformers import PreTrainedConfig
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 from ..cache.choice import Choice
-from ..cache.joined import JoinedMemory
+from ..cache.eviction import evict_together
 from ..cache.memory import Memory
 from ..cache.new_tokens import NewTokens
-from ..cache.passes import Prefill, evict
+from ..cache.passes import Prefill
 from ..device import on_device
 from ..errors import KVCompressError
 from ..hooks.prefix_cache import RequestPrefixes
@@ -262,11 +262,9 @@ class Eviction:
         held = Kept(keys, values, torch.cat([before, new.expand(*before.shape[:2], -1)], dim=2), sums)
         if window := self.policy.query_window:
             queries = torch.cat([torch.cat(memory.latest_queries, dim=2)[:, :, -window:] for memory in memories])
-        joined = JoinedMemory(self.policy, memories, evicting.seen, held, queries, self.policy.decode_interval)
-        all_of_it = joined.result
-        evict(choice, joined, scaling, module, self._rotary_at(evicting.rows))
-        left = joined.give_back(memories)
-        if joined.result is not all_of_it:
+        of_layer = scaling, module, self._rotary_at(evicting.rows)
+        left = evict_together(choice, memories, evicting.seen, held, queries, self.policy.decode_interval, *of_layer)
+        if left.indices is not held.indices:
             self._put(choice, evicting.slots, left, evicting.kept)
         for row, (layer, entries) in enumerate(zip(layers, evicting.kept, strict=True)):
             layer.columns = left.indices[row, :, -entries:]
