@@ -1,6 +1,7 @@
 """Check what this machine offers: GPUs, the network, the model's files, several processes."""
 
 import gc
+import http.client
 import os
 import re
 import urllib.error
@@ -108,7 +109,7 @@ def hub_is_reachable(timeout_s: float = 5) -> bool:
         urllib.request.urlopen(urllib.request.Request(HUB, method="HEAD"), timeout=timeout_s).close()
     except urllib.error.HTTPError:
         return True
-    except OSError:
+    except (OSError, http.client.HTTPException):  # the second: something that does not speak HTTP
         return False
     return True
 

@@ -50,7 +50,7 @@ class TaskFailures:
         except kinds as error:
             if task in self.reasons:  # restarted ranks meet the failure that ended them before
                 return
-            is_known = isinstance(error, EvaluationFailed | DamagedFile) or type(error).__name__ == "KVCompressError"
+            is_known = isinstance(error, EvaluationFailed | DamagedFile | KVCompressError)
             reason = str(error) if is_known else f"{type(error).__name__}: {error}"
             if self._ends_run:
                 if self._folder:

@@ -29,6 +29,10 @@ class Grid:
         """Start cell number `cell`, counted from 0."""
         self.finished, self.name = cell, name
 
+    def skip(self, cell: int) -> None:
+        """Count the questions of a cell that is not evaluated neither as done nor as left."""
+        self.questions[cell] = 0
+
     def left(self, part: float) -> timedelta | None:
         """Return the time until all cells are done when `part` (0 to 1) of the current one is; None at the start."""
         done = sum(self.questions[: self.finished]) + part * self.questions[self.finished]

@@ -58,10 +58,14 @@ def evaluate_cells(
             task = job.cell.task
             say(measured_line(lm, job, sum(other.cell.task == task for other in jobs)))
         grid.begin(number, job.name)
+        is_done = False
         if job.cell.task not in failures.reasons:
             with failures.noted(job.cell.task), left_out_of_a_group(job.name, job.cell.method in job.plan.of_groups):
                 evaluate_cell(lm, job)
                 finished(job)
+                is_done = True
+        if not is_done:
+            grid.skip(number)
 
 
 def measured_line(lm: "Answerer", job: Job, cells: int) -> str:

@@ -311,7 +311,7 @@ class KVCompressLM(Answerer):
             return self._answer(requests, batch)
         except torch.OutOfMemoryError:
             is_single = wanted == "halve_batch" and len(requests) == 1
-            if wanted == "raise" or is_single or not self.answering.can_offload:
+            if wanted == "raise" or is_single or (wanted == "offload" and not self.answering.can_offload):
                 raise
         # After the `except` block, whose traceback would keep the tensors that did not fit alive.
         gc.collect()

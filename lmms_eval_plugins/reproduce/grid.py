@@ -74,8 +74,11 @@ def state(cell: PlannedCell, run: Run | None, reason: str | None) -> str:
     The task's data is not loaded, so only a run notices whether it has changed."""
     if run is None or not cell.folder.exists():
         return reason or "to run"
-    found = fingerprint(cell.asked[0], run.arguments, cell.asked[1], data={}, tasks={})
+    server = run.plan.server
+    found = fingerprint(
+        *(cell.asked[0], run.plan.arguments, cell.asked[1]), data={}, tasks={}, server=server and server.about
+    )
     again = incomplete_reason(cell.folder, found, unknown=("data", "tasks"))
-    if again is None and run.request.flags.force:
+    if again is None and run.plan.request.flags.force:
         again = "--force"
     return "on disk" if again is None else reason or f"to run again ({again})"

@@ -8,10 +8,8 @@ from typing import Any
 
 from ..cells.errors import UsageError
 from ..cells.plan import Plan
-from ..cells.request import Request
 from ..cells.results import Cell, exact
 from ..evaluate import parse
-from ..model.arguments import ModelArguments
 from ..model.input_methods import method_info, method_options, size_of
 from .config import Benchmark, PaperMethod, PaperModel, Reproduction
 
@@ -44,15 +42,18 @@ class Run:
 
     Attributes:
         cells: the cells it computes.
-        argv: its arguments; `request` and `arguments` are their parsed form.
-        asks_lm_eval: whether its task belongs to lm-evaluation-harness.
+        argv: its arguments.
+        plan: what these ask for.
     """
 
     cells: list[PlannedCell]
     argv: list[str]
-    request: Request
-    arguments: ModelArguments
-    asks_lm_eval: bool
+    plan: Plan
+
+    @property
+    def asks_lm_eval(self) -> bool:
+        """Whether its task belongs to lm-evaluation-harness."""
+        return any(map(self.plan.is_text, self.plan.request.tasks))
 
 
 def parse_only(text: str, config: Reproduction) -> dict[str, set[str]]:
@@ -161,8 +162,13 @@ def _run(cells: list[PlannedCell], extra: list[str]) -> Run:
     request = parse(argv)
     asked = Plan.of(request)
     found = {(own.method, own.ratio, own.budget): (own, options) for own, options in asked.cells}
+    if len(found) < len(asked.cells):
+        raise UsageError(
+            f"reproduce places one cell per method and size in its table, not {len(asked.cells)}: an option with "
+            "several values, such as seed=0..9, is for kvcompress eval"
+        )
     placed = []
     for cell in cells:
         own = found[method_info(cell.method.method).name, cell.size.get("ratio"), cell.size.get("budget")]
         placed.append(dataclasses.replace(cell, asked=own, folder=own[0].folder(request.flags.output_path)))
-    return Run(placed, argv, request, asked.arguments, any(map(asked.is_text, asked.request.tasks)))
+    return Run(placed, argv, asked)

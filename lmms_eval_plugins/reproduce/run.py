@@ -25,13 +25,15 @@ def cannot_run(cell: PlannedCell, run: Run | None) -> str | None:
         return f"needs {cell.benchmark.needs or cell.model.needs}"
     if run.asks_lm_eval and lm_eval_folder() is None:
         return f"needs lm-evaluation-harness: {sys.executable} -m pip install '{LM_EVAL_PACKAGE}'"
-    if cell.model.gpu and run.arguments.device is None and not torch.cuda.is_available():
+    if run.plan.server is not None:  # the model is there
+        return None
+    if cell.model.gpu and run.plan.arguments.device is None and not torch.cuda.is_available():
         return "needs a GPU, but torch sees none (device=cpu runs it without)"
-    if machine.needs_hub(run.request) and not _hub_is_there():
+    if machine.needs_hub(run.plan.request) and not _hub_is_there():
         try:
-            machine.check_model_is_local(run.arguments)
+            machine.check_model_is_local(run.plan.arguments)
         except EvaluationFailed:
-            name = run.arguments.pretrained
+            name = run.plan.arguments.pretrained
             return (
                 f"needs the model {name}: `hf download {name} --local-dir DIR/{Path(name).name}`, then --model-root DIR"
             )

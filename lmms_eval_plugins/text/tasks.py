@@ -27,6 +27,7 @@ NOT_HERE = {
     "offset": 0,
     "repeats": 1,
     "process_with_media": False,
+    "fewshot_as_multiturn": False,
     "check_integrity": False,
     "write_out": False,
     "reasoning_tags": REASONING_TAGS,

@@ -5,6 +5,7 @@ import http.server
 import os
 import re
 import socket
+import socketserver
 import threading
 
 import pytest
@@ -63,6 +64,16 @@ def test_hub_is_reachable_only_where_something_answers(monkeypatch):
         def log_message(self, *args):
             pass
 
+    class Other(socketserver.BaseRequestHandler):
+        def handle(self):
+            self.request.recv(1024)
+            self.request.sendall(b"220 mail\r\n\r\n")
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(machine, "HUB", f"http://127.0.0.1:{server.server_address[1]}")
+        assert not machine.hub_is_reachable()
+        server.shutdown()
     with http.server.HTTPServer(("127.0.0.1", 0), NotFound) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr(machine, "HUB", f"http://127.0.0.1:{server.server_port}")

@@ -12,9 +12,9 @@ import torch
 
 from kvcompress import command_line
 from kvcompress.command_line import exit_code
-from kvcompress.errors import KVCompressError
+from kvcompress.errors import KVCompressError, MissingFile
 from lmms_eval_plugins.cells import processes
-from lmms_eval_plugins.cells.errors import EvaluationFailed
+from lmms_eval_plugins.cells.errors import DamagedFile, EvaluationFailed, UsageError
 
 RANKS = """
 import os, signal, sys, time
@@ -77,7 +77,7 @@ TASKS = """
 import os, sys, time
 from kvcompress import command_line
 from kvcompress.command_line import exit_code
-from lmms_eval_plugins.cells.errors import EvaluationFailed
+from lmms_eval_plugins.cells.errors import DamagedFile, EvaluationFailed, UsageError
 from lmms_eval_plugins.cells.processes import TaskFailures
 
 def evaluate(argv):
@@ -130,6 +130,15 @@ def test_of_what_ranks_say_the_first_is_the_reason(tmp_path, monkeypatch):
     assert processes.collect(tmp_path) == "first"
     assert processes.failed_tasks(tmp_path) == {"first": "no data"}
     assert processes.collect(tmp_path) is None
+
+
+@pytest.mark.parametrize("error", [MissingFile("x.safetensors: no such file"), UsageError("no"), DamagedFile("bad")])
+def test_an_error_that_says_what_is_wrong_is_one_line_among_tasks(error, capsys):
+    failures = processes.TaskFailures(["one", "two"])
+    with failures.noted("one"):
+        raise error
+    assert capsys.readouterr().err == f"error: {error} (task one is left out, the others continue)\n"
+    assert failures.reasons == {"one": str(error)}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

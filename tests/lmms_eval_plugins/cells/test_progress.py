@@ -68,6 +68,15 @@ def test_time_left_counts_what_happens_between_answers(clock):
     assert grid.left(0.5).total_seconds() == 10
 
 
+def test_cells_that_are_left_out_took_no_time_and_take_none(clock):
+    grid = Grid([10, 10, 10])
+    grid.skip(0)
+    clock.now = 30.0
+    grid.begin(2, "knorm")
+    assert grid.left(0.0).total_seconds() == 30
+    assert grid.left(0.5).total_seconds() == 10
+
+
 def test_other_ranks_are_silent(clock, capsys):
     run_cells(clock, [40], seconds=2, disable=True)
     assert capsys.readouterr().err == ""

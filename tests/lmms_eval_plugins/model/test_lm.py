@@ -211,9 +211,11 @@ def no_memory_for(lm: KVCompressLM, monkeypatch, too_much) -> list[tuple[int, st
     return attempts
 
 
-def test_out_of_memory_halves_the_batch_until_it_fits(checkpoint, monkeypatch):
+@pytest.mark.parametrize("kind", ["dynamic", "offloaded", "think"])
+def test_out_of_memory_halves_the_batch_until_it_fits(checkpoint, monkeypatch, kind):
     docs = [{"text": f"question {i}"} for i in range(3)]
-    lm = load_lm(checkpoint("llama"), batch_size=3, on_oom="halve_batch", method="snapkv", ratio=0.5)
+    options = {"batch_size": 3, "on_oom": "halve_batch", "cache_implementation": kind}
+    lm = load_lm(checkpoint("llama"), method="snapkv", ratio=0.5, **options)
     expected = texts(lm.generate_until(requests(lm, docs)))
     lm.reset_rows()
     attempts = no_memory_for(lm, monkeypatch, lambda batch, _: batch > 1)

@@ -18,7 +18,6 @@ from kvcompress.errors import KVCompressError
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import names
 from lmms_eval_plugins.cells.identity import fingerprint
-from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.cells.results import dumps
 from lmms_eval_plugins.reproduce import run
 from lmms_eval_plugins.reproduce.__main__ import command, main
@@ -152,9 +151,9 @@ def test_grids_of_text_dry_run_with_and_without_lm_eval(name, monkeypatch, capsy
 
 def test_the_flags_of_a_benchmark_are_those_of_its_calls():
     _, runs = plan(load_config("reasoning")[0], {}, ["device=cpu"])
-    templates = {call.cells[0].benchmark.name: call.request.flags.apply_chat_template for call in runs}
+    templates = {call.cells[0].benchmark.name: call.plan.request.flags.apply_chat_template for call in runs}
     assert templates == {"AIME24": True, "MATH-500": None}
-    assert {call.request.flags.gen_kwargs.get("max_new_tokens") for call in runs} == {None, 16384}
+    assert {call.plan.request.flags.gen_kwargs.get("max_new_tokens") for call in runs} == {None, 16384}
     assert {cell.asked[1].get("decode_budget") for call in runs for cell in call.cells} == {None, 2048, 1024, 512}
 
 
@@ -166,7 +165,7 @@ def test_effivlm_bench_is_the_whole_figure_with_its_variants():
     assert reference["Qwen2-VL-7B", "TextVQA", "Original", "1"] == (81.9, 0.13)
     assert "read from the figure" in config.source
     textvqa = [planned for planned in runs if planned.cells[0].key[:2] == ("Qwen2-VL-7B", "TextVQA")]
-    asked = {cell.method: cell for planned in textvqa for cell, _ in Plan.of(planned.request).cells}
+    asked = {cell.method: cell for planned in textvqa for cell, _ in planned.plan.cells}
     assert all(cell.settings == {"max_pixels": 700 * 28 * 28} for cell in asked.values())
     assert {name: cell.options for name, cell in asked.items()} == {
         "full": {},
@@ -290,7 +289,7 @@ def with_fingerprint(folder: Path, path: str, ratio: float, **changes) -> None:
     _, runs = plan(load_config(path)[0], {}, [])
     (own,) = [cell.asked for cell in runs[0].cells if (cell.method.method, cell.size) == ("knorm", {"ratio": ratio})]
     file = folder / f"knorm-{ratio}" / "results.json"
-    made = {**fingerprint(own[0], runs[0].arguments, own[1], data={"one": "x"}, tasks={"one": "y"}), **changes}
+    made = {**fingerprint(own[0], runs[0].plan.arguments, own[1], data={"one": "x"}, tasks={"one": "y"}), **changes}
     file.write_text(dumps({**json.loads(file.read_text()), "fingerprint": made}))
 
 
@@ -332,6 +331,12 @@ def test_dry_run_lists_cells_and_commands_and_writes_nothing(configuration, caps
     ]
     assert not executed
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_several_draws_of_a_cell_are_no_row_of_its_table(configuration, executed):
+    with pytest.raises(KVCompressError, match=r"one cell per method and size in its table, not .* seed=0\.\.9"):
+        command([configuration(), "--dry-run", "scorer=random", "seed=0..2"])
+    assert not executed
 
 
 # -- running

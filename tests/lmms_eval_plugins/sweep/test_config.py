@@ -9,6 +9,7 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from kvcompress.errors import KVCompressError
 from lmms_eval_plugins.evaluate import parse
+from lmms_eval_plugins.sweep import __main__ as command
 from lmms_eval_plugins.sweep.config import distribution, read_config
 from lmms_eval_plugins.sweep.runner import check_trials
 from lmms_eval_plugins.sweep.trial import cell_folder, parse_trial, trial_argv
@@ -230,3 +231,10 @@ def test_a_trial_that_is_not_one_cell_is_an_error(changes, message, tmp_path):
 def test_arguments_of_a_trial_without_equals_sign_are_an_error():
     with pytest.raises(KVCompressError, match="'--limit' is not --name=value"):
         parse_trial(["--task=a", "--limit", "4"])
+
+
+def test_a_trial_without_a_task_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
+    assert command.main(["trial", "--model=tiny", "--method=snapkv", "--ratio=0.2"]) == 2
+    assert "a trial needs the parameter 'task'" in capsys.readouterr().err

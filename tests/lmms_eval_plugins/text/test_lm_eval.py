@@ -187,6 +187,7 @@ def test_likelihood_tasks_are_refused_before_their_data_and_the_model(
     ("more", "words"),
     [
         (["--offset", "2"], "--offset does not work with lm-eval's tasks"),
+        (["--num_fewshot", "2", "--fewshot_as_multiturn"], "--fewshot_as_multiturn does not work with lm-eval's tasks"),
         (["--repeats", "2"], "--repeats does not work with lm-eval's tasks"),
         (["--gen_kwargs", "top_q=1"], "top_q"),
         (["metric=bleu"], "has no metric 'bleu'"),
