@@ -56,9 +56,7 @@ def run(argv: list[str]) -> None:
         raise EvaluationFailed(f"{error.name} is not installed: pip install 'kvcompress[sweep]'") from error
     config = read_config(flags.config, overrides, flags.name)
     with _naming(flags.config):
-        if tasks := _given(config.values("task")):
-            check_tasks(tasks, _include_path(config.constants))
-    stay_offline(_given(config.values("model")), _given(config.values("task")))
+        _check_task(config.values("model"), config.values("task"), _include_path(config.constants))
     from kvcompress.files import check_output
 
     from .runner import Sweep, check_trials, locked, run_here
@@ -100,19 +98,20 @@ def trial(argv: list[str]) -> None:
     """Run one trial and log it to wandb."""
     parameters = parse_trial(argv)
     output_path = _checked(path, "output_path", parameters.pop("output_path", "results"))
-    task, model = ([parameters.get(name)] for name in ("task", "model"))
-    if given := _given(task):
-        check_tasks(given, _include_path(parameters))
-    stay_offline(_given(model), _given(task))
+    _check_task([parameters.get("model")], [parameters.get("task")], _include_path(parameters))
     if "WANDB_SWEEP_ID" not in os.environ:  # in a wandb sweep, a wrong trial should show as a failed run
         cell_folder(parameters, output_path)
     values = run_trial(parameters, output_path)
     say(" ".join(f"{name}={value:.4g}" for name, value in values.items()))
 
 
-def _given(values: list[Any]) -> list[str]:
-    """Return the values as texts, without the None of a parameter that is missing, which the trial itself will name."""
-    return [str(value) for value in values if value is not None]
+def _check_task(models: list[Any], tasks: list[Any], include_path: Path | None) -> None:
+    """Raise UsageError for an unknown task, and stay off the hub if nothing is there; a trial itself names a parameter
+    that is missing, None here."""
+    models, tasks = ([str(value) for value in values if value is not None] for values in (models, tasks))
+    if models and tasks:
+        check_tasks(tasks, include_path)
+        stay_offline(models, tasks)
 
 
 def _include_path(parameters: dict[str, Any]) -> Path | None:
