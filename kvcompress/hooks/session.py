@@ -369,7 +369,7 @@ class Session:
             options.setdefault("max_new_tokens", self._new_cache["max_new_tokens"])
         make_cache = partial(CompressedCache, self.model.config, **new_cache)
         return InFlight(
-            Writer(self.model, self._decoder, lambda: self.is_entered, make_cache, self._read),
+            Writer(self.model, lambda: self.is_entered, make_cache, self._read),
             requests,
             Limits(slots, kv_gb, on_oom, prefill_tokens),
             static or kind == "static",

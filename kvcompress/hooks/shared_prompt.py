@@ -21,7 +21,7 @@ from ..device import synchronise
 from ..errors import KVCompressError
 from ..scoring.rotary import Rotary
 from .model import text_decoder, unwrapped, writing_part
-from .positions import go_on_from, note_positions, rope_deltas
+from .positions import go_on_from, rope_deltas
 from .replacement import wrapped
 from .rotary import watch_rotary
 from .second_pass import Results, SecondPass
@@ -198,7 +198,6 @@ class SharedPrompt:
 
     def _replay(self, cache: CompressedCache) -> ModelOutput:
         known, loading_s = self.known, 0.0
-        note_positions(text_decoder(self.model), known.decoder_inputs.position_ids)
         if (positions := known.decoder_inputs.position_ids) is not None:
             cache.last_position = positions[..., -1:].to(self.model.device)
         if known.rotary is not None:

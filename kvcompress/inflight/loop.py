@@ -85,7 +85,6 @@ class InFlight:
         self._next: UnderWay | None = None  # the request that waits for a slot, its prompt compressed
         self._cache: SlotCache | None = None
         self._call: Callable = writer.model
-        self._axes = 0  # axes of a position; 0 for a single position
         self._answers = self._generate()
 
     def __iter__(self) -> Iterator[Answer]:
@@ -160,7 +159,6 @@ class InFlight:
             self._peak_kv_bytes = max(self._peak_kv_bytes, self.kv_bytes + reading.nbytes)
             if logits is None:
                 return
-            self._axes = reading.axes
             if self._after_prompt is not None:
                 self._after_prompt(reading.index, reading.cache)
             reading.end_prompt()
@@ -273,12 +271,9 @@ class InFlight:
         for slot, running in self._running.items():
             ids[slot], positions[slot] = running.choice.tokens[-1], running.position
         device = self._writer.model.device
-        position_ids = on_device(positions, device)[:, None]
-        if self._axes:
-            position_ids = position_ids.expand(self._axes, -1, -1)
         output = self._call(
             input_ids=on_device(ids, device)[:, None],
-            position_ids=position_ids,
+            position_ids=on_device(positions, device)[:, None],
             past_key_values=self._cache,
             use_cache=True,
             return_dict=True,

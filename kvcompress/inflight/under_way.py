@@ -11,7 +11,7 @@ from transformers.utils import ModelOutput
 
 from ..cache.cache import CompressedCache
 from ..errors import KVCompressError
-from ..hooks.positions import PositionRecorder
+from ..hooks.positions import next_position
 from ..hooks.resumed_prompt import ResumedPrompt
 from .request import Answer, Request, prepare
 
@@ -26,14 +26,12 @@ class Writer:
     """A model with compression connected.
 
     Attributes:
-        decoder: the model's text decoder.
         is_connected: whether compression is still connected.
         new_cache: creates the cache of one prompt.
         read: runs the forward pass over a prompt with these inputs, or over its next piece.
     """
 
     model: PreTrainedModel
-    decoder: PreTrainedModel
     is_connected: Callable[[], bool]
     new_cache: Callable[[], CompressedCache]
     read: Callable[[ResumedPrompt | None, Mapping[str, Any]], ModelOutput]
@@ -47,7 +45,6 @@ class UnderWay:
         cache: the cache that holds the prompt; None before the first piece, and once the request has a slot.
         choice: how its tokens are chosen, after the first piece.
         position: after the last piece, the position of the token to feed next.
-        axes: after the last piece, the number of axes of a position.
         sizes: size of the slot that it needs; empty until that is known.
     """
 
@@ -83,15 +80,14 @@ class UnderWay:
                 )
             self.cache = writer.new_cache()
             inputs, self.choice = prepare(writer.model, self.request, options, self.cache)
-            with PositionRecorder(writer.decoder) as self._positions:
-                output = writer.read(self._pieces, inputs)
+            output = writer.read(self._pieces, inputs)
             # Later passes use the embeddings of the first, so no image is encoded again.
             self._inputs = {name: value for name, value in inputs.items() if name in WITHOUT_MEDIA}
         else:
             output = writer.read(self._pieces, self._inputs)
         if self._pieces is not None and not self._pieces.is_through:
             return None
-        self.position, self.axes = self._positions.next(self.cache.seen_tokens)
+        self.position = next_position(self._inputs.get("position_ids"), self.cache.seen_tokens)
         return output.logits[0, -1]
 
     @property
@@ -103,7 +99,7 @@ class UnderWay:
         """Note what the prompt costs, and drop its inputs and pieces."""
         self._kv_bytes_prompt = self.cache.nbytes - self.cache.room_nbytes
         self._realised_ratios = [of_rows[0] for of_rows in self.cache.realised_ratios()]
-        self._inputs = self._pieces = self._positions = None
+        self._inputs = self._pieces = None
 
     def add(self, token: int) -> bool:
         """Append a token; return True if it is the last."""

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from ..device import on_device
-from ..kernels.column_sums import column_sums as column_sums  # one of the primitives
 
 
 def pad_columns(padding: torch.Tensor, columns: int) -> torch.Tensor:

@@ -7,7 +7,6 @@ import torch
 
 import kvcompress
 from kvcompress.check.reference import generate
-from kvcompress.hooks.positions import PositionRecorder
 from kvcompress.hooks.replacement import Replacement, wrapped
 from kvcompress.hooks.shared_prompt import SharedPrompt
 from tests.support.families import FAMILIES
@@ -141,14 +140,6 @@ def test_entering_that_fails_half_way_leaves_the_model_as_it_was(monkeypatch):
     assert snapshot(model) == before
     with session_of(model, "attention"):
         pass
-    assert snapshot(model) == before
-
-
-def test_positions_are_recorded_until_the_recorder_is_left_once_or_twice():
-    model = VLM.build()
-    before = snapshot(model)
-    with PositionRecorder(model.model.language_model) as positions:
-        positions.__exit__(None, None, None)
     assert snapshot(model) == before
 
 
