@@ -13,9 +13,9 @@ from ..scoring.layer_view import LayerView
 class LayerBudget:
     """Shares out the entries that all layers may keep together. The sum is exact for every row if `is_exact`.
 
-    A rule derives from this class and defines `fixed` or, if the shares depend on the prompt, `measure` and `weights`.
-    Every layer is then measured right after its attention, and nothing is dropped before the last layer is done, so
-    peak memory holds the whole prompt in all layers.
+    A rule derives from this class and defines `fixed` or, if the shares depend on the prompt, `measure`, and `weights`
+    if what it measures is not yet the shares. With `measure`, every layer is measured right after its attention, and
+    nothing is dropped before the last layer is done, so peak memory holds the whole prompt in all layers.
     """
 
     is_exact: ClassVar[bool] = True  # the layers together hold the budget that was asked for
@@ -33,7 +33,7 @@ class LayerBudget:
     def fixed(self, budget: int, length: int, num_layers: int, window: int, beta: float) -> list[int]:
         """Return the entries of each layer, for a row of `length` tokens and a mean of `budget`.
 
-        `window` is the number of tokens that the method protects, `beta` the option `pyramid_beta`."""
+        `window` is the method's `query_window`, `beta` the option `pyramid_beta`."""
         raise TypeError(f"{type(self).__name__} defines neither fixed nor measure")
 
     def measure(
