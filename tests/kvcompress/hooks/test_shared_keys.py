@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Gemma3nTextConfig
+from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.gemma3n.modeling_gemma3n import Gemma3nForCausalLM
 
 import kvcompress
 from kvcompress.cache.layer import on_their_way
@@ -17,7 +16,9 @@ from tests.family_table import kept_of
 
 
 @pytest.fixture(scope="module")
-def model() -> Gemma3nForCausalLM:
+def model() -> PreTrainedModel:
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig  # imports timm and wandb: seconds
+
     config = Gemma3nTextConfig(
         vocab_size=64,
         vocab_size_per_layer_input=64,

@@ -150,6 +150,8 @@ def test_a_second_pass_runs_once_for_all_budgets_of_a_method_and_its_options(met
     steps = NEW - 1
     assert run(0.5) > steps
     assert run(0.3) == steps
+    if family is not QWEN2:
+        return
     assert run(0.3, decode_budget=20) == steps
     assert run(0.3, scope="context", context_tokens=-6) > steps, "it has other candidates"
     assert run(0.5, scope="context", context_tokens=-6) == steps
