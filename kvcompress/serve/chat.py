@@ -160,10 +160,10 @@ class Prompts:
         many tokens."""
         longest = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         left = self.max_tokens if longest is None else longest - tokens_in
-        if left < (wanted or 1):
-            raise HTTPException(400, f"{tokens_in} tokens of prompt and {wanted or 1} new ones exceed {longest}")
         if wanted is not None and wanted > self.max_tokens:
             raise HTTPException(400, f"max_tokens: {wanted} exceeds this server's {self.max_tokens}")
+        if left < (wanted or 1):
+            raise HTTPException(400, f"{tokens_in} tokens of prompt and {wanted or 1} new ones exceed {longest}")
         return wanted or min(left, self.max_tokens)
 
 

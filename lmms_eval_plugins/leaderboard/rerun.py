@@ -24,7 +24,8 @@ def command_of(cell: dict[str, Any]) -> str:
     words = [SCRIPT, protocol["task"], protocol["model"], protocol["method"], size]
     if protocol["ratio"] is None:
         words.append(f"budget={protocol['budget']}")
-    for name, value in {**protocol["changed_options"], **protocol["settings"]}.items():
+    words += [f"{name}={as_text(value)}" for name, value in protocol["changed_options"].items()]
+    for name, value in protocol["settings"].items():
         if name in SWITCHES:
             words.append(f"--{name}")
         elif name == "metadata":

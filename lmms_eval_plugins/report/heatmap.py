@@ -30,6 +30,7 @@ from .table import KEPT, by_question, cell_row, headline
 from .terminal import fitted
 
 MOST_VALUES = 40  # of a column: more would not be legible
+OWN = {"settings", "method", "options", "series", "metric", "size", "kept", "score"}  # fields of a cell
 PANELS = 6  # per row of the figure, unless one method has more
 FEW = 5  # up to this many methods, each has its own row
 
@@ -180,6 +181,10 @@ def write(flags: argparse.Namespace) -> None:
     """Write the figures and their numbers. Raises UsageError, KVCompressError or EvaluationFailed."""
     check_output(flags.folder)
     columns = dict.fromkeys([flags.x, flags.y, *([flags.where[0]] if flags.where else [])])
+    if flags.x == flags.y:
+        raise UsageError(f"--x and --y are both {shown(flags.x)}")
+    if own := columns.keys() & OWN:
+        raise UsageError(f"column {min(own)!r}: a cell has a field of this name, so the task's own cannot be shown")
     rows = question_rows(flags.folder, list(columns), flags.metric, flags.filter)
     if flags.where:
         column, value = flags.where

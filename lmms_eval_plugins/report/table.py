@@ -336,13 +336,21 @@ def _bytes(value: float | None) -> str:
     return f"{fixed(value, 2)} GiB"
 
 
+def _values(column: pd.Series, but: str = "") -> str:
+    """Return a column's different values as a text; `auto`: as many as fit."""
+    texts = dict.fromkeys(value if isinstance(value, str) else str(int(value)) for value in column)
+    return " or ".join(text for text in texts if text != but)
+
+
 def note(frame: pd.DataFrame) -> str:
     """Explain the columns."""
     of_draws = " draws=N: mean of N seeds, ± their standard deviation." if (frame["draws"] > 1).any() else ""
-    batch_size, slots = (str(frame[name].iloc[0]) for name in ("batch_size", "slots"))  # `auto`: as many as fit
-    of_batch = "" if batch_size == "1" else f", of batches of up to {batch_size}"
-    if slots != "None":
-        of_batch = f", with slots={slots}: per token, other requests' prefills included"
+    in_flight = frame["slots"].notna()
+    of_batch = ""
+    if sizes := _values(frame["batch_size"][~in_flight], but="1"):
+        of_batch += f", of batches of up to {sizes}"
+    if slots := _values(frame["slots"][in_flight]):
+        of_batch += f", with slots={slots}: per token, other requests' prefills included"
     return (
         "Kept: measured share of the prompt's KV entries that is kept; in brackets the share or budget asked for, if "
         "it is a budget or differs by more than 0.01 or a tenth. TTFT: time to first token; per token: time of each "

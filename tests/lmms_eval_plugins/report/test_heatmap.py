@@ -81,6 +81,8 @@ def test_cells_with_other_settings_have_a_figure_of_their_own(folder, drawn):
     [
         (["--x", "lenght"], 2, "the task's questions have no column 'lenght' (did you mean 'length'?)"),
         (["--x", "texts"], 2, "the task's questions have no column 'texts'"),
+        (["--x", "depth", "--y", "depth"], 2, "--x and --y are both 'depth'"),
+        (["--x", "size"], 2, "column 'size': a cell has a field of this name"),
         (["--where", "kind"], 2, "--where: 'kind' is not COLUMN=VALUE"),
         (["--where", "kind="], 2, "--where: 'kind=' is not COLUMN=VALUE"),
         (["--where", "=video"], 2, "--where: '=video' is not COLUMN=VALUE"),
