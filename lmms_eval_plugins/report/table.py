@@ -336,10 +336,9 @@ def _bytes(value: float | None) -> str:
     return f"{fixed(value, 2)} GiB"
 
 
-def _values(column: pd.Series, but: str = "") -> str:
+def _values(column: pd.Series) -> str:
     """Return a column's different values as a text; `auto`: as many as fit."""
-    texts = dict.fromkeys(value if isinstance(value, str) else str(int(value)) for value in column)
-    return " or ".join(text for text in texts if text != but)
+    return " or ".join(dict.fromkeys(value if isinstance(value, str) else str(int(value)) for value in column))
 
 
 def note(frame: pd.DataFrame) -> str:
@@ -347,7 +346,7 @@ def note(frame: pd.DataFrame) -> str:
     of_draws = " draws=N: mean of N seeds, ± their standard deviation." if (frame["draws"] > 1).any() else ""
     in_flight = frame["slots"].notna()
     of_batch = ""
-    if sizes := _values(frame["batch_size"][~in_flight], but="1"):
+    if (sizes := _values(frame["batch_size"][~in_flight])) not in ("", "1"):
         of_batch += f", of batches of up to {sizes}"
     if slots := _values(frame["slots"][in_flight]):
         of_batch += f", with slots={slots}: per token, other requests' prefills included"

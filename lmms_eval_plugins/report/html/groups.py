@@ -1,5 +1,6 @@
 """Load results on disk into frames of cells and samples."""
 
+import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,10 @@ from kvcompress import KVCompressError
 from kvcompress.files import UNFINISHED
 
 from ...cells.errors import leave_out
-from ...cells.results import RESULTS_FILE, DamagedFile, dumps, read_cell
+from ...cells.results import RESULTS_FILE, DamagedFile, read_cell
 from ..against import against
 from ..clusters import cluster_of
+from ..grid import tokens_out
 from ..table import by_question, headline, sweep_frame
 
 MOST_GOLD = 4  # accepted answers shown per question
@@ -77,7 +79,7 @@ def load_groups(root: Path) -> list[Group]:
     groups = {}
     for cell in cells:
         protocol = cell["protocol"]
-        key = (protocol["task"], protocol["model"], dumps(protocol["settings"]))
+        key = (protocol["task"], protocol["model"], json.dumps(protocol["settings"], sort_keys=True))
         groups.setdefault(key, []).append(cell)
     return [_group(groups[key]) for key in sorted(groups)]
 
@@ -139,8 +141,9 @@ def samples_frame(cells: list[dict[str, Any]], frame: pd.DataFrame) -> pd.DataFr
                     "cluster": cluster_of(cell, sample, found),
                     **{
                         name: measured.get(name)
-                        for name in ("tokens_in", "tokens_out", "vision_tokens", "ttft_s", "tpot_s", "kv_bytes_prompt")
+                        for name in ("tokens_in", "vision_tokens", "ttft_s", "tpot_s", "kv_bytes_prompt")
                     },
+                    "tokens_out": tokens_out(sample),
                 }
             )
     return pd.DataFrame(rows)

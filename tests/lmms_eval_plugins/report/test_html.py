@@ -554,3 +554,15 @@ def test_a_page_knows_every_marker_and_no_palette():
     table = script[script.index("const MARKERS = {") : script.index("};", script.index("const MARKERS = {"))]
     assert set(re.findall(r'(?:^|[ {])"?([a-zA-Z^<>*])"?: ', table, re.MULTILINE)) == set(MARKERS)
     assert not re.search(r"#[0-9a-f]{6}", script)
+
+
+def test_settings_in_another_order_are_the_same_and_the_tokens_of_all_rounds_count(tmp_path):
+    metadata = [{"lengths": [1024], "seed": 3}, {"seed": 3, "lengths": [1024]}]
+    for method, ratio, known in (("full", 1.0, metadata[0]), ("snapkv", 0.2, metadata[1])):
+        folder = write_answers(tmp_path, "t", method, ratio, "abcd", tokens=3, settings={"metadata": known})
+    samples = next(folder.glob("snapkv*")) / "samples.jsonl"
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    rows = [row | {"measurements": [row["measurement"]] * 2} for row in rows]
+    samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (group,) = load_groups(folder)
+    assert group.samples.groupby("series")["tokens_out"].first().to_dict() == {"full": 3, "snapkv": 6}
