@@ -58,7 +58,10 @@ def answer_as_one_of_several(folder: Path) -> None:
     with pytest.raises(kvcompress.KVCompressError, match="head_budget='shared' does not go with tensor"):
         kvcompress.compress(model, "tova", 0.3)
     cache = kvcompress.CompressedCache(model.config, "adakv", 0.3)
-    with pytest.raises(kvcompress.KVCompressError, match="head_budget='adaptive' does not go with tensor"), kvcompress.attach(model):
+    with (
+        pytest.raises(kvcompress.KVCompressError, match="head_budget='adaptive' does not go with tensor"),
+        kvcompress.attach(model),
+    ):
         model.generate(torch.full((1, 40), 30), past_key_values=cache)
     torch.save(results, folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
