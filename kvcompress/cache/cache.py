@@ -3,7 +3,6 @@
 import copy
 import logging
 import numbers
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -380,11 +379,6 @@ class CompressedCache(DynamicCache):
         Only for a method that lets the model answer first (`hindsight`); otherwise None."""
         layer = self.layers[layer_idx]
         return layer.memory.answer_scores if isinstance(layer, CompressedLayer) else None
-
-    def foreseen(self, layer_idx: int) -> torch.Tensor | None:
-        """`answer_scores`, by its earlier name."""
-        warnings.warn("CompressedCache.foreseen is now called answer_scores", FutureWarning, stacklevel=2)
-        return self.answer_scores(layer_idx)
 
     def realised_ratios(self) -> list[list[float]]:
         """Return the fraction of each row's real prompt tokens that was kept: `[compressed layer][row]`.

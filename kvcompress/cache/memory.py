@@ -301,8 +301,6 @@ class Memory:
         """Create a memory from a saved `state`; other arguments as in the constructor."""
         memory = cls(policy, room)
         vars(memory).update(state)
-        if "foreseen" in state:  # the name in files of earlier versions
-            memory.answer_scores = vars(memory).pop("foreseen")
         return memory
 
     def _store(self, keys, values, indices, pads, total: int | None = None) -> None:

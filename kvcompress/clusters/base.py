@@ -1,6 +1,5 @@
 """`KVCluster`, the base class of KV methods. A method scores keys; everything else has a default."""
 
-import warnings
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -13,14 +12,6 @@ from ..scoring.merging import merge_evicted
 from ..scoring.places import moved_together
 from ..scoring.rows import scores_of
 from ..scoring.selection import ADAPTIVE, adaptive_indices, fair_scores, sinks_first, top_indices
-
-# What a method may still define by its earlier name.
-RENAMED = {
-    "prepared": "final_scores",
-    "foretell": "hidden_features",
-    "foresee": "score_by_answer",
-    "foresees_positions": "future_rotation",
-}
 
 
 class KVCluster(Method):
@@ -156,17 +147,6 @@ class KVCluster(Method):
             scores = scores.clamp(max=torch.finfo(scores.dtype).max)
             scores = scores.masked_fill(view.protected_by_head, float("inf"))
         return scores
-
-    prepared, foretell = final_scores, hidden_features  # `super().prepared(...)` still works
-
-    def __init_subclass__(cls, **kwargs: object) -> None:
-        super().__init_subclass__(**kwargs)
-        for old, new in RENAMED.items():
-            if old in vars(cls):
-                warnings.warn(f"{cls.__name__}.{old} is now called {new}", FutureWarning, stacklevel=2)
-                setattr(cls, new, vars(cls)[old])
-            elif new in vars(cls):
-                setattr(cls, old, vars(cls)[new])
 
 
 def make_cluster(method: str | None, **options: object) -> KVCluster:

@@ -135,8 +135,6 @@ class RaggedStorage(Storage):
     @classmethod
     def of_state(cls, state: dict[str, object], device: torch.device) -> "RaggedStorage":
         made = super().of_state(state, device)
-        if "ends" in state:  # in files of earlier versions
-            made.lengths, made.behind = vars(made).pop("ends") - made.starts, 0
         segment = torch.repeat_interleave(made.sizes.flatten(), output_size=len(made.keys))
         made._place(made.sizes, segment, made.keys, made.values, made.room)
         return made

@@ -19,8 +19,6 @@ from safetensors import safe_open
 import kvcompress
 from kvcompress import CompressedCache, KVCompressError, methods
 from kvcompress.cache import saved as saved_module
-from kvcompress.cache.memory import Memory
-from kvcompress.cache.storage.ragged import RaggedStorage
 from kvcompress.check.reference import generate
 from kvcompress.errors import shown
 from kvcompress.hooks.model import writing_part
@@ -130,40 +128,6 @@ def test_a_loaded_cache_goes_on_as_the_one_that_was_saved(family, data, tmp_path
         questions = [text(len(first), 1, seed=1), *([text(len(first), 10, seed=2)] if may_follow else [])]
         assert_goes_on_alike(session, loaded, [behind(inputs, question) for question in questions])
         assert saved(loaded, folder / "c") == content  # the questions have changed nothing
-
-
-def test_the_answers_scores_are_read_from_a_file_that_has_them_by_their_earlier_name(tmp_path, monkeypatch):
-    cache, _ = filled(method="hindsight", answer_tokens=4)
-    state = Memory.state
-    monkeypatch.setattr(Memory, "state", lambda self: renamed(state(self), "answer_scores", "foreseen"))
-    cache.save(tmp_path / "cache")
-    loaded = kvcompress.CompressedCache.load(tmp_path / "cache", MODEL)
-    for layer in range(3):
-        assert torch.equal(loaded.answer_scores(layer), cache.answer_scores(layer))
-    with pytest.warns(FutureWarning, match="foreseen is now called answer_scores"):
-        assert torch.equal(loaded.foreseen(0), cache.answer_scores(0))
-
-
-def test_ragged_entries_are_read_from_a_file_that_has_their_segments_as_before(tmp_path, monkeypatch):
-    """Files of earlier versions have each segment's end in place of its length."""
-    cache, _ = filled(method="adakv")
-    expected = [cache.layers[layer].storage.read() for layer in range(3)]
-    state = RaggedStorage.state
-
-    def earlier(self):
-        now = state(self)
-        ends = now.pop("starts") + now.pop("lengths")
-        return {**now, "starts": self.starts, "ends": ends}
-
-    monkeypatch.setattr(RaggedStorage, "state", earlier)
-    cache.save(tmp_path / "cache")
-    loaded = kvcompress.CompressedCache.load(tmp_path / "cache", MODEL)
-    for layer, states in enumerate(expected):
-        assert all(map(torch.equal, loaded.layers[layer].storage.read(), states))
-
-
-def renamed(state, name, other):
-    return {other if each == name else each: value for each, value in state.items()}
 
 
 def test_a_file_has_no_room_for_tokens_to_come(tmp_path):

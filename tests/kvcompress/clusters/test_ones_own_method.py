@@ -8,7 +8,6 @@ import torch
 import kvcompress
 from kvcompress import KVCompressError
 from kvcompress.check.reference import generate
-from kvcompress.clusters.base import RENAMED
 from kvcompress.clusters.snapkv import SnapKVCluster
 from kvcompress.scoring.layer_view import LayerView, Settings, StoredEntries
 from kvcompress.scoring.rows import scores_of
@@ -106,30 +105,6 @@ def test_queries_that_a_method_did_not_ask_for_are_missed_in_one_line():
         pytest.raises(kvcompress.KVCompressError, match=r"ForgetfulKVCluster\.query_window is 0"),
     ):
         generate(model, FAMILIES["qwen2"].inputs(model, [20]), 3)
-
-
-def test_the_old_name_of_final_scores_still_works_and_says_so():
-    with pytest.warns(FutureWarning, match="OldKVCluster.prepared is now called final_scores"):
-
-        @dataclass(frozen=True)
-        class OldKVCluster(SummedKVCluster):
-            def prepared(self, scores, prompt):
-                scores = scores.clone()
-                scores[..., 3] = float("inf")
-                return super().prepared(scores, prompt)
-
-    view = kvcompress.LayerView(0, 1, [9], [2], 1.0)
-    kept = OldKVCluster().select(torch.arange(9.0).expand(1, 1, 9), view)
-    assert kept.tolist() == [[[3, 8]]]
-
-
-@pytest.mark.parametrize(("old", "new"), [pair for pair in RENAMED.items() if pair[0] != "prepared"])
-def test_what_a_method_defines_by_an_earlier_name_has_the_present_one(old, new):
-    with pytest.warns(FutureWarning, match=f"Renamed.{old} is now called {new}"):
-        renamed = type("Renamed", (kvcompress.KVCluster,), {old: 7})
-    assert getattr(renamed, new) == 7
-    present = type("Present", (kvcompress.KVCluster,), {new: 7})
-    assert getattr(present, old) == 7  # for `super().old`
 
 
 class Own(SnapKVCluster):
