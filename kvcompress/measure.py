@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from .device import peak_memory, reset_peak_memory, synchronise
 from .errors import KVCompressError
-from .hooks.model import unwrapped, writing_part
+from .hooks.model import unwrapped
 from .hooks.session import Session
 from .scoring.vision import vision_token_mask
 
@@ -88,7 +88,7 @@ def generate(
     Raises:
         KVCompressError: if the session belongs to another model or was left, or `generate` returns something else.
     """
-    if not session.is_entered or writing_part(unwrapped(model)) is not session.model:
+    if not session.is_entered or unwrapped(model) is not session.model:
         raise KVCompressError("measuring needs a session of this very model, inside kvcompress.compress(...)")
     ids, device = inputs["input_ids"], model.device
     mask = inputs.get("attention_mask")

@@ -16,7 +16,7 @@ from ..clusters.calibrated import check_calibrated_for
 from ..clusters.learned import check_learned_for
 from ..device import on_device
 from ..errors import KVCompressError
-from ..hooks.model import unwrapped, writing_part
+from ..hooks.model import unwrapped
 from ..hooks.model_identity import ModelReference
 from ..policy.make import make_policy
 from ..policy.passages import Decoder
@@ -291,7 +291,7 @@ class CompressedCache(DynamicCache):
             KVCompressError: for a damaged or foreign file, another model (architecture, dtype, adapters or weights),
                 another transformers version, or a method or option that does not exist here.
         """
-        model = writing_part(unwrapped(model))
+        model = unwrapped(model)
         with saved.read(path, model) as content:
             cache = cls(model.config, **content.value("asked"))
             content.check(cache.policy)

@@ -16,7 +16,7 @@ from ..cache.scope import States
 from ..clusters.base import make_cluster
 from ..clusters.calibrated import CalibratedKVCluster, options_of
 from ..errors import KVCompressError
-from ..hooks.model import text_decoder, unwrapped, writing_part
+from ..hooks.model import text_decoder, unwrapped
 from ..hooks.rotary import watch_rotary
 from ..hooks.session import attach
 from ..methods import list_methods, method_info
@@ -65,7 +65,7 @@ def calibrate(
             the method cannot use.
     """
     name, cluster = calibrated_method(method, **options)
-    inner = writing_part(unwrapped(model))
+    inner = unwrapped(model)
     sums: Sums = {}
     count = tokens = 0
     sizes = (0, 0, 0)

@@ -23,10 +23,11 @@ def check_heads(model: PreTrainedModel, config: Any, policy: Policy) -> None:
 
 
 def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside wrappers of `torch.compile` and PEFT.
+    """Return the transformers model that generates text, inside wrappers of `torch.compile` and PEFT.
 
-    For a remote-code model whose `generate` calls a part's, return that part. Raises KVCompressError for anything else,
-    for PEFT's prompt learning, whose wrapper does more than call the model, and if several parts generate.
+    That is an omni model's thinker, and for a remote-code model whose `generate` calls a part's, that part. Raises
+    KVCompressError for anything else, for PEFT's prompt learning, whose wrapper does more than call the model, and if
+    several parts generate.
     """
     given = model
     while not isinstance(model, PreTrainedModel):
@@ -45,7 +46,7 @@ def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
             inside = [name for name in ("module", "model") if isinstance(getattr(model, name, None), PreTrainedModel)]
             hint = f": pass the model inside it, its .{inside[0]}" if inside else ""
             raise KVCompressError(f"a {type(given).__name__} is not a transformers model{hint}")
-    return _generating_part(model)
+    return _generating_part(getattr(model, "thinker", model))
 
 
 def _generating_part(model: PreTrainedModel) -> PreTrainedModel:
@@ -91,11 +92,6 @@ def adapters_at_work(decoder: PreTrainedModel) -> list[tuple[str, ...]]:
     return [
         (key, *(str(getattr(modules[key], name)) for name in names if hasattr(modules[key], name))) for key in places
     ]
-
-
-def writing_part(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the part that generates text: an omni model's thinker, otherwise the whole model."""
-    return getattr(model, "thinker", model)
 
 
 def attention_config(model: PreTrainedModel) -> Any:

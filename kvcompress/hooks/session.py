@@ -29,7 +29,7 @@ from .attention import PREFIX, connected, register_attention
 from .chunked_prefill import feed_in_chunks
 from .context_first import read_context_first
 from .hidden_states import watch_hidden_states
-from .model import attention_config, check_cache, check_heads, text_decoder, unwrapped, writing_part
+from .model import attention_config, check_cache, check_heads, text_decoder, unwrapped
 from .model_identity import ModelReference
 from .positions import go_on_from, note_last_position, rope_deltas
 from .prefix_cache import PrefixCache
@@ -84,13 +84,13 @@ def compress(
     config = attention_config(inner)
     check_heads(inner, config, policy)
     check_learned_for(policy.cluster, config)
-    check_answers(writing_part(inner), policy)
+    check_answers(inner, policy)
     if policy.watches_rotary:
         rotary_embeddings(text_decoder(inner))
     new_cache = {"method": method, "ratio": ratio, "budget": budget, **options}
     new_cache |= {"max_new_tokens": max_new_tokens, "tokenizer": tokenizer}
     if options.get("calibration") is not None:
-        CompressedCache(writing_part(inner).config, **new_cache)  # raises at once if the file is another model's
+        CompressedCache(inner.config, **new_cache)  # raises at once if the file is another model's
     tokens = policy.tokens
     tower = TowerRecorder(inner, tokens) if tokens is not None and tokens.watches_tower else None
     return Session(model, new_cache, tower, prefix_cache)
@@ -117,7 +117,7 @@ class Session:
         tower: TowerRecorder | None = None,
         prefix_cache: PrefixCache | None = None,
     ):
-        self.model, self.cache = writing_part(unwrapped(model)), None
+        self.model, self.cache = unwrapped(model), None
         self._decoder = text_decoder(self.model)
         self._config = self._decoder.config
         self._tower, self._frames, self._prefixes = tower, FrameRecorder(self.model), prefix_cache

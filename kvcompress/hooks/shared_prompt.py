@@ -20,7 +20,7 @@ from ..cache.scope import States
 from ..device import synchronise
 from ..errors import KVCompressError
 from ..scoring.rotary import Rotary
-from .model import text_decoder, unwrapped, writing_part
+from .model import text_decoder, unwrapped
 from .positions import go_on_from, rope_deltas
 from .replacement import wrapped
 from .rotary import watch_rotary
@@ -122,7 +122,7 @@ class SharedPrompt:
         elsewhere_s: returns the seconds so far of work that does not count as the prefill's, such as a vision
             tower's.
         """
-        self.model = writing_part(unwrapped(model))
+        self.model = unwrapped(model)
         self.known, self.room, self.elsewhere_s = known, room, elsewhere_s
         self.prompt_pass: PromptPass | None = None
         self.is_known, self._correction_s = False, 0.0

@@ -21,7 +21,7 @@ from ..calibration import files
 from ..calibration.text import token_ids
 from ..clusters.duoattention import DuoAttentionKVCluster
 from ..errors import KVCompressError
-from ..hooks.model import writing_part
+from ..hooks.model import unwrapped
 from .run import Run
 from .samples import plain_ids
 from .watching import attention_by, computed_again
@@ -72,7 +72,7 @@ def train(run: Run, options: Options) -> str:
     """Write the calibration file, and return a summary."""
     if run.model.dtype == torch.float16:
         raise KVCompressError("in float16 gradients vanish: give --dtype bfloat16 or float32")
-    config, decoder = writing_part(run.model).config, run.decoder
+    config, decoder = unwrapped(run.model).config, run.decoder
     prompts = Passkeys(run, options)
     if (longest := len(prompts.of(max(range(LENGTHS), key=prompts.length))[0])) <= options.sinks + options.recent:
         raise KVCompressError(

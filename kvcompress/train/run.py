@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..calibration.text import read_text
 from ..errors import KVCompressError, one_line, shown
 from ..files import parse_json, replacing, write_text
-from ..hooks.model import text_decoder, writing_part
+from ..hooks.model import text_decoder, unwrapped
 
 SAVE_EVERY_S = 60.0  # seconds of gradient steps that a cut may lose
 
@@ -51,7 +51,7 @@ class Run:
 
     @property
     def decoder(self) -> PreTrainedModel:
-        return text_decoder(writing_part(self.model))
+        return text_decoder(unwrapped(self.model))
 
     @property
     def config(self) -> PreTrainedConfig:

@@ -15,7 +15,7 @@ import kvcompress
 from kvcompress import KVCompressError
 from kvcompress.bench.cost import launches_bind
 from kvcompress.device import synchronise
-from kvcompress.hooks.model import text_decoder, writing_part
+from kvcompress.hooks.model import text_decoder, unwrapped
 from kvcompress.hooks.prefix_cache import PrefixCache
 from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.measure import Measurement
@@ -335,7 +335,7 @@ def decoded_with(model: PreTrainedModel) -> tuple[int, int]:
     """Return the decoder's number of layers, and the bytes of weights that a decode step reads.
 
     These include the weights of the logits and, in a mixture of experts, all experts."""
-    decoder, head = text_decoder(model), writing_part(model).get_output_embeddings()
+    decoder, head = text_decoder(model), unwrapped(model).get_output_embeddings()
     looked_up = {id(parameter) for parameter in decoder.get_input_embeddings().parameters()}
     read = [parameter for parameter in decoder.parameters() if id(parameter) not in looked_up]
     read += [] if head is None else head.parameters()

@@ -21,7 +21,7 @@ from kvcompress import CompressedCache, KVCompressError, methods
 from kvcompress.cache import saved as saved_module
 from kvcompress.check.reference import generate
 from kvcompress.errors import shown
-from kvcompress.hooks.model import writing_part
+from kvcompress.hooks.model import unwrapped
 from tests.support.examples import examples, some
 from tests.support.families import FAMILIES, FIRST_TEXT, MORE_FAMILIES, VOCAB_SIZE
 from tests.support.strategies import cases
@@ -152,7 +152,7 @@ def assert_saved_and_loaded_goes_on(session, inputs, folder):
 def test_families_with_layers_of_transformers_own_and_others_go_on_from_a_file(family, tmp_path):
     """Sliding windows, cross-attention, linear attention, layers without keys of their own."""
     family = MORE_FAMILIES[family]
-    model = writing_part(family.build())
+    model = unwrapped(family.build())
     inputs = family.inputs(model, [44, 29], [1, 1] if family.is_vlm else None)
     with kvcompress.compress(model, "adakv", 0.3, decode_budget=12, decode_interval=2) as session, torch.no_grad():
         first, _ = generate(model, inputs, 4)

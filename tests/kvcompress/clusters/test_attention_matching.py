@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import kvcompress
 from kvcompress.check.reference import generate, keys_of, only_attending_to
 from kvcompress.clusters.attention_matching import AttentionMatchingKVCluster
-from kvcompress.hooks.model import text_decoder, writing_part
+from kvcompress.hooks.model import text_decoder, unwrapped
 from kvcompress.scoring.layer_view import LayerView
 from kvcompress.train.watching import attention_by
 from tests.support.examples import examples
@@ -106,7 +106,7 @@ def test_a_step_adds_the_bias_of_each_key_to_its_logits(family, heads):
             products = products.masked_fill(torch.ones(products.shape[-2:]).triu(1).bool(), -torch.inf)
         return (products.softmax(-1) @ value.repeat_interleave(groups, 1)).transpose(1, 2), None
 
-    with attention_by(text_decoder(writing_part(model)), attention):
+    with attention_by(text_decoder(unwrapped(model)), attention):
         _, expected = generate(model, inputs, NEW, forced=tokens)
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
