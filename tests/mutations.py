@@ -685,8 +685,8 @@ MUTATIONS = {
     ),
     "another-prompts-pass": Mutation(
         "hooks/shared_prompt.py",
-        "if self.known is not None and self.known.is_of(inputs):",
-        "if self.known is not None:",
+        "self.known.is_of(inputs) and self.known.serves(cache.policy)",
+        "self.known.serves(cache.policy)",
         "a shared prompt answers for another batch",
         (CORE + "hooks/test_shared_prompt.py::test_a_pass_is_not_taken_for_that_of_another_batch",),
     ),

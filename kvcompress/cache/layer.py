@@ -316,19 +316,20 @@ class CompressedLayer(CacheLayerMixin):
         if self.staged is not None:
             queries = self._pass.all_queries(queries)
             self.memory.look_at(queries, self.staged[0].shape[1], self._pass.tokens)
+        scored = queries
         if self.policy.cluster.reads_hidden and (self._pass is not self._decoding or self.policy.decode is not None):
-            queries, self._features = self.choice.known_features(self._features), None
+            scored, self._features = self.choice.known_features(self._features), None
         if rotary is not None:  # it is on the first layer's device
             rotary = rotary.to(queries.device)
 
         if self.staged is not None:
             self.scaling, self.module = scaling, module
         if self.staged is None or not self._listeners:
-            self._pass = self._pass.after_attention(queries, scaling, module, rotary)
+            self._pass = self._pass.after_attention(scored, scaling, module, rotary)
             return
 
         def compress() -> None:
-            self._pass = self._pass.after_attention(queries, scaling, module, rotary)
+            self._pass = self._pass.after_attention(scored, scaling, module, rotary)
 
         states = States(queries, *self.staged, scaling, module, rotary)
         for listener in self._listeners.values():

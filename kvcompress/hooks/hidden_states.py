@@ -1,5 +1,7 @@
 """The hidden states that enter each attention layer, for learned methods."""
 
+from collections.abc import Callable
+
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -14,21 +16,31 @@ def watch_hidden_states(decoder: PreTrainedModel, cache: CompressedCache | SlotC
 
     Every compressed layer takes them in place of its queries, until the returned handles are removed. Raises
     KVCompressError if the attention layers are not found."""
-    modules = attention_layers(decoder)
     layers = {layer.layer_idx: layer for layer in cache.layers if hasattr(layer, "set_features")}
-    if missing := sorted(layers.keys() - modules.keys()):
+    if missing := sorted(layers.keys() - attention_layers(decoder).keys()):
         raise KVCompressError(
             f"method {cache.policy.method!r} reads the hidden states that enter attention layers: those of "
             f"{type(decoder).__name__}'s layers {missing} are not found"
         )
 
-    def before(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        with torch.no_grad():
-            features = cache.policy.cluster.hidden_features(hidden, module.layer_idx)
-        layers[module.layer_idx].set_features(features)
+    def predict(layer_idx: int, hidden: torch.Tensor) -> None:
+        if layer_idx in layers:
+            with torch.no_grad():
+                features = cache.policy.cluster.hidden_features(hidden, layer_idx)
+            layers[layer_idx].set_features(features)
 
-    return [modules[index].register_forward_pre_hook(before, with_kwargs=True) for index in layers]
+    return watch_inputs(decoder, predict)
+
+
+def watch_inputs(decoder: PreTrainedModel, note: Callable[[int, torch.Tensor], None]) -> list[RemovableHandle]:
+    """Hand the hidden states (batch, tokens, hidden_size) that enter each attention layer to `note(layer_idx, hidden)`,
+    until the returned handles are removed."""
+
+    def before(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        note(module.layer_idx, args[0] if args else kwargs["hidden_states"])
+
+    modules = attention_layers(decoder).values()
+    return [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]
 
 
 def attention_layers(decoder: PreTrainedModel) -> dict[int, torch.nn.Module]:

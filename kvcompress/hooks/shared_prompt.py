@@ -19,7 +19,9 @@ from ..cache.layer import CompressedLayer
 from ..cache.scope import States
 from ..device import synchronise
 from ..errors import KVCompressError
+from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
+from .hidden_states import watch_inputs
 from .model import text_decoder, unwrapped
 from .positions import go_on_from, rope_deltas
 from .replacement import wrapped
@@ -36,6 +38,8 @@ class Attended:
         query: (batch, heads, columns, head_dim).
         key, value: (batch, kv_heads, columns, head_dim).
         device: the device that they were on.
+        hidden: the hidden states that entered the layer, (batch, columns, hidden_size), if the method of the recorded
+            generation reads them.
     """
 
     layer_idx: int
@@ -45,6 +49,7 @@ class Attended:
     value: torch.Tensor
     scaling: float
     device: torch.device
+    hidden: torch.Tensor | None = None
 
     @property
     def states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -52,7 +57,7 @@ class Attended:
 
     @property
     def nbytes(self) -> int:
-        return sum(state.nbytes for state in self.states)
+        return sum(state.nbytes for state in (*self.states, self.hidden) if state is not None)
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,10 @@ class PromptPass:
     def is_of(self, inputs: dict[str, Any]) -> bool:
         return all(_is_equal(value, inputs[name]) for name, value in self.inputs.items())
 
+    def serves(self, policy: Policy) -> bool:
+        """Whether it holds what the policy's method reads."""
+        return not policy.cluster.reads_hidden or all(layer.hidden is not None for layer in self.layers)
+
 
 class SharedPrompt:
     """Shares the prefill of one generation with others that have the same prompt, text and images.
@@ -99,8 +108,8 @@ class SharedPrompt:
     ```
 
     Tokens and kept sets are the same as if the generation ran the prefill itself. The prefill does run if a method
-    changes it (see `is_shareable`), and for a batch with other tokens. A method that reads the prompt twice or answers
-    it first does so once for all its budgets.
+    changes it (see `is_shareable`), for a batch with other tokens, and for the first method that reads hidden states. A
+    method that reads the prompt twice or answers it first does so once for all its budgets.
 
     Attributes:
         prompt_pass: the generation's prefill; None if it cannot be shared or has more bytes than `room`.
@@ -148,7 +157,7 @@ class SharedPrompt:
         if not is_wanted or not is_shareable(self.model, cache, kwargs):
             return forward(*args, **kwargs)
         inputs = {name: kwargs.get(name) for name in ("input_ids", "attention_mask", "logits_to_keep")}
-        if self.known is not None and self.known.is_of(inputs):
+        if self.known is not None and self.known.is_of(inputs) and self.known.serves(cache.policy):
             self.prompt_pass, self.is_known = self.known, True
             return self._replay(cache)
         return self._record(forward, cache, inputs, kwargs)
@@ -157,13 +166,16 @@ class SharedPrompt:
         self, forward: Callable[..., Any], cache: CompressedCache, inputs: dict[str, Any], kwargs: dict[str, Any]
     ) -> Any:
         rotaries: list[Rotary] = []
+        decoder, hidden = text_decoder(self.model), {}
         try:
-            handles = watch_rotary(text_decoder(self.model), rotaries.append)
+            handles = watch_rotary(decoder, rotaries.append)
         except KVCompressError:  # unknown: no method that needs it gets here
             handles = []
         found: list[DecoderInputs] = []
-        handles.append(DecoderInputs.watch(text_decoder(self.model), found.append))
-        notes = [_Note(layer, self.room / len(cache.layers)) for layer in cache.layers]
+        handles.append(DecoderInputs.watch(decoder, found.append))
+        if cache.policy.cluster.reads_hidden:
+            handles += watch_inputs(decoder, hidden.__setitem__)
+        notes = [_Note(layer, self.room / len(cache.layers), hidden) for layer in cache.layers]
         elsewhere_s, start = self.elsewhere_s(), _now(self.model.device)
         try:
             output = forward(**kwargs)
@@ -206,7 +218,11 @@ class SharedPrompt:
         for layer in known.layers:
             start = _now(layer.device)
             query, key, value = (state.to(layer.device) for state in layer.states)
+            hidden = layer.hidden.to(layer.device) if cache.policy.cluster.reads_hidden else None
             loading_s += _now(layer.device) - start
+            if hidden is not None:
+                features = cache.policy.cluster.hidden_features(hidden, layer.layer_idx)
+                cache.layers[layer.layer_idx].set_features(features)
             cache.update(key, value, layer.layer_idx)
             cache.layers[layer.layer_idx].after_attention(query, layer.scaling, layer.module)
         self._correction_s = known.seconds - loading_s
@@ -215,23 +231,28 @@ class SharedPrompt:
 
 
 class _Note:
-    """Records one layer's attention inputs, if they have at most `room` bytes, and times its compression."""
+    """Records one layer's attention inputs, if they have at most `room` bytes, and times its compression.
 
-    def __init__(self, layer: CompressedLayer, room: float):
+    `hidden`: the hidden states that entered each layer, by its index, which are taken out."""
+
+    def __init__(self, layer: CompressedLayer, room: float, hidden: dict[int, torch.Tensor]):
         self.attended: Attended | None = None
+        self._hidden = hidden
         self.keeping_s = self.compressing_s = 0.0
         self._layer_idx, self._room = layer.layer_idx, room
         self.remove = layer.listen(self._listen).remove
 
     def _listen(self, states: States, compress: Callable[[], None]) -> None:
-        tensors = (states.queries, states.keys, states.values)
+        tensors = [states.queries, states.keys, states.values]
+        if self._layer_idx in self._hidden:
+            tensors.append(self._hidden.pop(self._layer_idx))
         if sum(tensor.nbytes for tensor in tensors) > self._room:
             compress()  # untimed: timing would make the device wait at every layer
             return
         device = states.queries.device
         start = _now(device)
-        kept = (tensor.detach().cpu() for tensor in tensors)
-        self.attended = Attended(self._layer_idx, states.module, *kept, states.scaling, device)
+        query, key, value, *hidden = (tensor.detach().cpu() for tensor in tensors)
+        self.attended = Attended(self._layer_idx, states.module, query, key, value, states.scaling, device, *hidden)
         kept_at = _now(device)
         compress()
         self.keeping_s, self.compressing_s = kept_at - start, _now(device) - kept_at
@@ -240,8 +261,8 @@ class _Note:
 def is_shareable(model: PreTrainedModel, cache: object, kwargs: dict[str, Any]) -> bool:
     """Return whether a forward pass is a first prompt whose prefill other methods can share.
 
-    The method must not drop tokens on the way, read the prompt in parts, or see hidden states. All layers must be
-    compressed, and only the next token's logits may be asked for.
+    The method must not drop tokens on the way or read the prompt in parts. All layers must be compressed, and only the
+    next token's logits may be asked for.
     """
     if not isinstance(cache, CompressedCache) or not all(isinstance(layer, CompressedLayer) for layer in cache.layers):
         return False
@@ -251,10 +272,11 @@ def is_shareable(model: PreTrainedModel, cache: object, kwargs: dict[str, Any]) 
         return False
     policy = cache.policy
     # attention_sums.py computes the attention itself, equal up to rounding; here it must be equal bit for bit.
-    if policy.needs_sums and model.device.type == "cpu" and model.dtype == torch.float32:
+    if policy.sums_attention and model.device.type == "cpu" and model.dtype == torch.float32:
         return False
-    sees_more = policy.tokens is not None or policy.cluster.reads_hidden
-    return not sees_more and policy.engine.prefill_chunk is None and policy.engine.scope != "context-first"
+    if policy.tokens is not None:
+        return False
+    return policy.engine.prefill_chunk is None and policy.engine.scope != "context-first"
 
 
 def _is_equal(one: Any, other: Any) -> bool:

@@ -121,9 +121,12 @@ class BatchStore:
             self._batches[batch.key] = replace(batch, prompts=[])
             self.room -= batch.nbytes
         kept = self._batches[batch.key]
-        if kept.prompt_pass is None and prompt_pass is not None and prompt_pass.nbytes <= self.prompt_room:
+        if prompt_pass is None or prompt_pass is kept.prompt_pass:
+            return
+        known = 0 if kept.prompt_pass is None else kept.prompt_pass.nbytes  # one without hidden states
+        if known < prompt_pass.nbytes <= self.prompt_room + known:
             kept.prompt_pass = prompt_pass
-            self.prompt_room -= prompt_pass.nbytes
+            self.prompt_room -= prompt_pass.nbytes - known
 
 
 @contextmanager

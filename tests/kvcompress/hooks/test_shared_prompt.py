@@ -17,7 +17,8 @@ from kvcompress.hooks.shared_prompt import PromptPass, SharedPrompt
 from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, some
 from tests.support.families import FAMILIES
-from tests.support.strategies import METHODS, SOME_METHODS, cases
+from tests.support.learned_checkpoints import checkpoint_for
+from tests.support.strategies import LEARNED, METHODS, SOME_METHODS, cases
 
 NEW = 4
 QWEN2, ONEVISION, QWEN2_VL = (FAMILIES[name] for name in ("qwen2", "llava-onevision", "qwen2-vl"))
@@ -126,6 +127,22 @@ def test_what_changes_the_pass_runs_its_own(options):
     assert not ours[-1].is_known
     assert ours[-1].prompt_pass is None
     assert torch.equal(ours[0], answer(model, inputs, method, 0.5, share=False, **more)[0])
+
+
+@pytest.mark.parametrize("family", [QWEN2, ONEVISION, QWEN2_VL], ids=lambda family: family.name)
+def test_a_pass_that_a_reader_of_hidden_states_ran_serves_all_methods(family):
+    model = family.build()
+    inputs = family.inputs(model, [31, 44], [1, 0] if family.is_vlm else None)
+
+    def checkpoint(method):
+        return {"checkpoint": checkpoint_for(method, model)} if method in LEARNED else {}
+
+    first = answer(model, inputs, "kvzap", 0.5, pass_of(model, inputs), **checkpoint("kvzap"))[-1]
+    assert not first.is_known, "the pass has no hidden states"
+    for method in ("kvzap", "fastkvzip", "snapkv", "kvzip"):
+        ours = answer(model, inputs, method, 0.3, first.prompt_pass, **checkpoint(method))
+        assert ours[-1].is_known
+        assert_same(ours, answer(model, inputs, method, 0.3, share=False, **checkpoint(method)))
 
 
 @pytest.mark.parametrize(
