@@ -16,6 +16,7 @@ from torch.autograd import DeviceType
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from ..cache.cache import CompressedCache
+from ..cache_name import CACHE
 from ..errors import loading
 from ..files import check_output
 from ..hooks.session import attach
@@ -112,12 +113,12 @@ def count(model: PreTrainedModel, name: str, make: Make, meter: Meter, batch: in
     cache, counted = make(model, length), []
     with attach(model) if isinstance(cache, CompressedCache) else nullcontext():
         with meter() as prefill:
-            logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits
         for step in range(steps):
             token = logits[:, -1:].argmax(-1)
             given = {"position_ids": positions[step : step + 1][None].expand(batch, 1)}
             with meter() as counts:
-                logits = model(token, past_key_values=cache, use_cache=True, **given).logits
+                logits = model(token, use_cache=True, **{CACHE: cache}, **given).logits
             counted.append(counts)
     return Row(name, model.config.get_text_config().num_hidden_layers, prefill, counted)
 

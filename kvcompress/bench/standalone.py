@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+# As in ../cache_name.py, which this process cannot import.
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 # `cpu` is the process's CPU time: with one thread, the time on an otherwise idle machine.
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -49,7 +53,7 @@ def read_prompt(model: PreTrainedModel, cache: Any, ids: torch.Tensor, clock: st
     now = CLOCKS[clock]
     synchronise(ids.device)
     start = now()
-    token = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+    token = model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits[:, -1:].argmax(-1)
     synchronise(ids.device)
     return token, (now() - start) * 1e3
 
@@ -67,7 +71,7 @@ def decode(
     start = now()
     for position in range(length, length + steps):
         positions = torch.full_like(token, position)
-        token = step(token, position_ids=positions, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        token = step(token, position_ids=positions, use_cache=True, **{CACHE: cache}).logits[:, -1:].argmax(-1)
         synchronise(token.device)
         times.append(now())
     return [(after - before) * 1e3 for before, after in zip([start, *times], times, strict=False)]

@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from .. import paged
+from ..cache_name import CACHE
 from ..errors import KVCompressError, loading
 from ..files import check_output
 from ..hooks.session import compress
@@ -77,7 +78,7 @@ class Padded:
             cache, longest = DynamicCache(config=self.model.config), max(asked.new for asked in together)
             ids = torch.tensor([asked.prompt for asked in together], device=self.model.device)
             self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=longest, do_sample=False
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=longest, do_sample=False, **{CACHE: cache}
             )
             served.answers += len(together)
             served.tokens += sum(asked.new for asked in together)

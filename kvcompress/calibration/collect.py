@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ..cache.cache import CompressedCache
 from ..cache.layer import CompressedLayer
 from ..cache.scope import States
+from ..cache_name import CACHE
 from ..clusters.base import make_cluster
 from ..clusters.calibrated import CalibratedKVCluster, options_of
 from ..errors import KVCompressError
@@ -111,7 +112,7 @@ def _read(
     with ExitStack() as hooks:
         for hook in watch_rotary(text_decoder(model), cache.rotate) if cluster.watches_rotary else ():
             hooks.enter_context(hook)
-        model(**prompt, past_key_values=cache, use_cache=True, **few)
+        model(**prompt, use_cache=True, **{CACHE: cache}, **few)
     if len(set(sizes.values())) != 1:
         raise KVCompressError(
             f"a {model.config.model_type} model's layers differ in their heads: {sorted(set(sizes.values()))} (heads, "

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from ..cache.cache import CompressedCache
+from ..cache_name import CACHE
 from ..clusters.base import KVCluster
 from ..errors import KVCompressError
 from ..hooks.session import Session, compress
@@ -182,10 +183,10 @@ def a_second_turn_sees_what_was_kept(checked: Checked) -> None:
     ids, more = tried.inputs["input_ids"], prompts("qwen2", tried.model, (12,), (0,), checked.seed + 1)
     with checked.compress(tried):
         cache = CompressedCache(tried.model.config, checked.method, RATIO, **checked.options)
-        tokens, _ = generate(tried.model, tried.inputs, NEW, past_key_values=cache)
+        tokens, _ = generate(tried.model, tried.inputs, NEW, **{CACHE: cache})
         longer = torch.cat([ids, tokens, more.inputs["input_ids"]], 1)
         second = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
-        _, logits = generate(tried.model, second, NEW, past_key_values=cache)
+        _, logits = generate(tried.model, second, NEW, **{CACHE: cache})
     if not bool(logits.isfinite().all()):
         raise Broken(f"{tried}, then 12 more: logits are not finite")
     for layer, heads in enumerate(cache.kept_indices(layer)[0] for layer in range(len(cache.layers))):

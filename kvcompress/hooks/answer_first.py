@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..cache.cache import CompressedCache
+from ..cache_name import CACHE
 from ..device import on_device
 from ..errors import KVCompressError
 from ..policy.policy import Policy
@@ -64,8 +65,8 @@ def answer_first(
             output = decoder(
                 **fed,
                 position_ids=inputs.following(seen, pads)[..., -1:],
-                past_key_values=cache,
                 use_cache=True,
+                **{CACHE: cache},
             )
             tokens = head(output.last_hidden_state[:, -1:]).argmax(-1).to(device)
     for layer in waiting:

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..cache.cache import CompressedCache
+from ..cache_name import CACHE
 from ..device import on_device
 from ..scoring.windows import pad_columns
 
@@ -120,6 +121,6 @@ def read_again(decoder: PreTrainedModel, inputs: DecoderInputs, cache: Compresse
             decoder(
                 **fed,
                 position_ids=inputs.following(cache.seen_tokens, fed_pads),
-                past_key_values=cache,
                 use_cache=True,
+                **{CACHE: cache},
             )

@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase,
 from transformers.utils import ModelOutput
 
 from ..cache.cache import CompressedCache, check_room
+from ..cache_name import CACHE, NAMES, cache_in
 from ..clusters.learned import check_learned_for
 from ..errors import KVCompressError
 from ..inflight.cache import SlotCache
@@ -124,6 +125,7 @@ class Session:
         self.is_entered, self._new_cache = False, new_cache
         self._reference = ModelReference(self.model)
         self._forward_names = list(inspect.signature(self.model.forward).parameters)
+        self._cache_name = next((name for name in NAMES if name in self._forward_names), CACHE)
         self._threads = Threads(self._end_pass)
         self._of_pass: list[RemovableHandle | ResumedPrompt] = []
         self._pieces: ResumedPrompt | None = None  # the prompt that is being prefilled in pieces
@@ -169,12 +171,12 @@ class Session:
             self._config._attn_implementation = self._base
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._count_on(kwargs.get("past_key_values"))  # `generate` counts positions before the first forward pass
+        self._count_on(cache_in(kwargs))  # `generate` counts positions before the first forward pass
         return generate(*args, **kwargs)
 
     def _prepare_inputs(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Check the room of static shapes before each step of `generate`: a compiled step cannot."""
-        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        cache, mask = cache_in(kwargs), kwargs.get("attention_mask")
         if isinstance(cache, CompressedCache) and isinstance(mask, torch.Tensor) and mask.ndim == 2:
             cache.compressed_layers[0].memory.check_room(mask.shape[1])
         return prepare(*args, **kwargs)
@@ -224,7 +226,7 @@ class Session:
             )
         if is_prompt and (self._prefixes is not None or self._pieces is not None):
             self._of_pass += self._resumed(cache, kwargs.get("logits_to_keep"))
-        kwargs["past_key_values"] = cache
+        kwargs = {name: value for name, value in kwargs.items() if name not in NAMES} | {self._cache_name: cache}
         if isinstance(cache, CompressedCache):
             self.cache = cache
             if is_prompt:
@@ -271,7 +273,7 @@ class Session:
     def _after_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict, output: Any) -> Any:
         """Finish after the forward pass; `output` is None if it raised."""
         try:
-            return None if output is None else self._finish(kwargs["past_key_values"], kwargs, output)
+            return None if output is None else self._finish(cache_in(kwargs), kwargs, output)
         finally:
             if not torch.compiler.is_compiling():
                 self._threads.leave()
@@ -289,10 +291,8 @@ class Session:
         if not cache.is_prompt or not cache.policy.feeds_last_again:
             return None
         cache.forget_last()
-        last = {"past_key_values": cache, "attention_mask": kwargs.get("attention_mask"), "use_cache": True}
-        for name in ("input_ids", "inputs_embeds"):
-            if kwargs.get(name) is not None:
-                last[name] = kwargs[name][:, -1:]
+        last = {self._cache_name: cache, "attention_mask": kwargs.get("attention_mask"), "use_cache": True}
+        last |= {name: kwargs[name][:, -1:] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None}
         if cache.last_position is not None:
             last["position_ids"] = cache.last_position
         return self.model(**last, return_dict=kwargs.get("return_dict"))
@@ -378,7 +378,7 @@ class Session:
         )
 
     def _cache_for(self, kwargs: dict) -> CompressedCache | SlotCache:
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         if isinstance(cache, SlotCache):
             return cache
         if isinstance(cache, CompressedCache):

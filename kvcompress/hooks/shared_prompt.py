@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput
 from ..cache.cache import CompressedCache
 from ..cache.layer import CompressedLayer
 from ..cache.scope import States
+from ..cache_name import CACHE, cache_in
 from ..device import synchronise
 from ..errors import KVCompressError
 from ..policy.policy import Policy
@@ -152,7 +153,7 @@ class SharedPrompt:
 
     def _prompt_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._replaced.remove()  # decoding, which may be compiled, does not pass through here
-        cache = kwargs.get("past_key_values")  # a session passes everything by name
+        cache = cache_in(kwargs)  # a session passes everything by name
         is_wanted = self.known is not None or self.room > 0
         if not is_wanted or not is_shareable(self.model, cache, kwargs):
             return forward(*args, **kwargs)
@@ -227,7 +228,7 @@ class SharedPrompt:
             cache.layers[layer.layer_idx].after_attention(query, layer.scaling, layer.module)
         self._correction_s = known.seconds - loading_s
         self._share_second_pass(cache)
-        return type(known.output)(logits=known.output.logits, past_key_values=cache)
+        return type(known.output)(logits=known.output.logits, **{CACHE: cache})
 
 
 class _Note:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..cache.cache import CompressedCache
+from ..cache_name import CACHE
 from ..device import on_device
 from ..errors import KVCompressError
 from .cache import SlotCache
@@ -191,7 +192,7 @@ class InFlight:
         running, cache = self._next, self._next.cache
         if self._cache is None:
             self._cache, config = SlotCache(cache, self._is_fixed), running.choice.config
-            if self._writer.model._valid_auto_compile_criteria({"past_key_values": self._cache}, config):
+            if self._writer.model._valid_auto_compile_criteria({CACHE: self._cache}, config):
                 self._call = self._writer.model.get_compiled_call(config.compile_config)
         room = running.choice.room - 1
         if not running.sizes:
@@ -274,9 +275,9 @@ class InFlight:
         output = self._call(
             input_ids=on_device(ids, device)[:, None],
             position_ids=on_device(positions, device)[:, None],
-            past_key_values=self._cache,
             use_cache=True,
             return_dict=True,
+            **{CACHE: self._cache},
         )
         logits = output.logits[:, -1]
         chosen = logits.argmax(-1).tolist()

@@ -9,6 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
 from ..cache.cache import CompressedCache
+from ..cache_name import CACHE
 from ..device import on_device
 from ..errors import KVCompressError
 
@@ -152,7 +153,7 @@ def prepare(
     device = model.device
     inputs = {name: value.to(device) if hasattr(value, "to") else value for name, value in request.inputs.items()}
     options = with_stop_strings({**options, **request.options})
-    model.generate(**inputs, **options, past_key_values=cache, custom_generate=first_step)
+    model.generate(**inputs, **options, **{CACHE: cache}, custom_generate=first_step)
     return found[0]
 
 

@@ -10,13 +10,14 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..cache.cache import CompressedCache
+from ..cache_name import NAMES
 from ..errors import KVCompressError
 from ..hooks.positions import next_position
 from ..hooks.resumed_prompt import ResumedPrompt
 from .request import Answer, Request, prepare
 
 WITHOUT_MEDIA = (
-    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache"),
+    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", *NAMES, "use_cache"),
     "logits_to_keep",
 )
 

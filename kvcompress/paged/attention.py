@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..cache_name import CACHE
 from ..device import on_device
 from ..hooks.attention import base_attention, has_plain_weights, one_query_per_head
 
 if TYPE_CHECKING:
-    from transformers.generation.continuous_batching import PagedAttentionCache
+    from .pages import CompressedPagedCache
+
+# Since transformers 5.24, which also renamed the argument, attention modules store in pages, not attention functions.
+STORED_BY_MODULES = CACHE == "cache"
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    cache: "PagedAttentionCache | None" = None,
+    cache: "CompressedPagedCache | None" = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention contract; `query` is (1, heads, tokens, head_dim), with the tokens of all requests of the
@@ -53,8 +57,12 @@ def paged_attention(
     if own is not None:
         result = attend_to_own(module, query, key, value, scaling, cache, own, kwargs), None
     else:
+        if STORED_BY_MODULES and cache is not None:
+            key, value = cache.store(key, value, module.layer_idx, kwargs)
+        elif not STORED_BY_MODULES:
+            kwargs["cache"] = cache
         attend = base_attention(base, module)
-        result = attend(module, query, key, value, attention_mask, scaling=scaling, cache=cache, **kwargs)
+        result = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if listener is not None:
         listener.after_attention(module, query, scaling)
     return result
@@ -66,7 +74,7 @@ def attend_to_own(
     key: torch.Tensor,
     value: torch.Tensor,
     scaling: float,
-    cache: "PagedAttentionCache",
+    cache: "CompressedPagedCache",
     own: OwnEntries,
     kwargs: dict,
 ) -> torch.Tensor:
@@ -77,6 +85,6 @@ def attend_to_own(
     requests, index = len(own.places), cache.pages.index
     read = list(kwargs["read_index"])
     read[index] = read[index][own.places].flatten()
-    states = cache.update(key, value, module.layer_idx, kwargs | {"read_index": read})
+    states = cache.store(key, value, module.layer_idx, kwargs | {"read_index": read})
     keys, values = (each[0].unflatten(1, (requests, -1)).transpose(0, 1) for each in states)
     return one_query_per_head(query[0].transpose(0, 1).unsqueeze(2), keys, values, own.visible, scaling).transpose(0, 1)

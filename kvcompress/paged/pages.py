@@ -6,7 +6,7 @@ by it. Here a request's entries are counted separately; the scheduler stays tran
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers.generation.continuous_batching import PagedAttentionCache
@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching.scheduler import Scheduler
 from ..cache.memory import Memory
 from ..cache.new_tokens import NewTokens
 from ..scoring.rotary import Rotary
+from .attention import STORED_BY_MODULES
 
 # The functions overridden or called here, with the parameters that they must have.
 CONTRACT = {
@@ -191,6 +192,17 @@ class CompressedPagedCache(PagedAttentionCache):
         answer = ENDLESS if state.max_new_tokens is None else state.max_new_tokens
         to_come = len(state.initial_tokens) + answer - state.current_len()
         return super().can_store_request_tokens(state, max(request_len, to_come), dry_run)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by attention modules, leave it to the attention function, which knows what it reads, to `store`."""
+        if not STORED_BY_MODULES:
+            return self.store(key_states, value_states, layer_idx, kwargs)
+        kwargs["cache"] = self
+        return key_states, value_states
+
+    store = PagedAttentionCache.update
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         return self.listener.resume(self.scheduler.waiting_requests[request_id])

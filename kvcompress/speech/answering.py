@@ -22,6 +22,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from ..cache_name import CACHE
 from ..device import peak_memory, reset_peak_memory, synchronise
 from ..errors import KVCompressError, loading, unknown_name
 from ..measure import TokenTimes
@@ -181,14 +182,14 @@ def answer(
         "min_new_tokens": text_tokens if exact else least,
         "do_sample": False,
         "stopping_criteria": StoppingCriteriaList([thinker]),
-        **({} if cache is None else {"past_key_values": cache}),
+        **({} if cache is None else {CACHE: cache}),
         **({} if compile_config is None else {"compile_config": compile_config}),
     }
     for_talker = {
         "max_new_tokens": codec_tokens,
         "min_new_tokens": codec_tokens if exact else 1,
         "stopping_criteria": StoppingCriteriaList([talker]),
-        **({} if talker_cache is None else {"past_key_values": talker_cache}),
+        **({} if talker_cache is None else {CACHE: talker_cache}),
     }
     device = inputs["input_ids"].device
     columns = inputs["input_ids"].shape[1]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 from transformers import DynamicCache, PreTrainedModel
 
+from ..cache_name import CACHE
 from ..clusters.fastkvzip import FastKVzipKVCluster
 from ..learned.checkpoints import Weights, save_fastkvzip
 from ..scoring.rereading import received
@@ -75,7 +76,7 @@ def kvzip(
     for each later one, which ends with the last tokens of the chunk before."""
     cache, device = DynamicCache(config=decoder.config), decoder.device
     with hidden_states(decoder) as hidden:
-        decoder(input_ids=torch.tensor([[*before, *ids]], device=device), past_key_values=cache, use_cache=True)
+        decoder(input_ids=torch.tensor([[*before, *ids]], device=device), use_cache=True, **{CACHE: cache})
     states = torch.stack([hidden[index][len(before) :].cpu() for index in sorted(hidden)])
     scores: dict[int, list[torch.Tensor]] = {index: [] for index in sorted(hidden)}
     for start in range(0, len(ids), CHUNK):
@@ -84,7 +85,7 @@ def kvzip(
         fed = torch.tensor([[*request, *after, *chunk]], device=device)
         scored = slice(len(before) + start, len(before) + start + len(chunk))
         with attention_by(decoder, partial(_score, scores, len(before), scored)):
-            decoder(input_ids=fed, past_key_values=cache, use_cache=True)
+            decoder(input_ids=fed, use_cache=True, **{CACHE: cache})
         cache.crop(-fed.shape[1])
     return Samples(states, torch.stack([torch.cat(parts, 1) for parts in scores.values()]))
 

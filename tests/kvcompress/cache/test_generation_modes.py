@@ -68,6 +68,6 @@ def test_assisted_decoding_is_a_clear_error(assistant):
     }  # repeats itself, so that there is something to look up
     with (
         kvcompress.compress(MODEL, "snapkv", 0.4),
-        pytest.raises(kvcompress.KVCompressError, match="assisted decoding"),
+        pytest.raises(ValueError, match=r"(?i)assisted decoding"),  # transformers' own since 5.24
     ):
         MODEL.generate(**inputs, **assistant, max_new_tokens=NEW, do_sample=False)

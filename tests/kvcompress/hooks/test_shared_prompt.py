@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcompress
+from kvcompress.cache_name import cache_in
 from kvcompress.hooks import shared_prompt
 from kvcompress.hooks.model import text_decoder
 from kvcompress.hooks.shared_prompt import PromptPass, SharedPrompt
@@ -283,7 +284,7 @@ def test_the_seconds_are_the_model_s_own_and_count_for_those_that_share_it(monke
     forward, score = decoder.forward, kvcompress.clusters.knorm.KnormKVCluster.score
 
     def slow_forward(self, *args, **kwargs):
-        time.sleep(0.2 if kwargs["past_key_values"].get_seq_length() == 0 else 0)
+        time.sleep(0.2 if cache_in(kwargs).get_seq_length() == 0 else 0)
         return forward(self, *args, **kwargs)
 
     def slow_score(self, *args, **kwargs):

@@ -13,6 +13,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import kvcompress
 from kvcompress import KVCompressError, PrefixCache, Request
 from kvcompress.cache.cache import say_once
+from kvcompress.cache_name import cache_in
 from kvcompress.hooks.session import Session
 from kvcompress.inflight.cache import SlotCache
 from kvcompress.inflight.layer import SlotLayer
@@ -37,7 +38,7 @@ class Passes:
         )
 
         def note(_, args, kwargs, output):
-            is_step = isinstance(kwargs["past_key_values"], SlotCache)
+            is_step = isinstance(cache_in(kwargs), SlotCache)
             self.events.append("step" if is_step else output.last_hidden_state.shape[1])
 
         with decoder.register_forward_hook(note, with_kwargs=True):
@@ -203,7 +204,7 @@ def test_a_request_that_fails_between_two_pieces_ends_alone(monkeypatch):
 
     def fail(module, args, kwargs):
         nonlocal calls
-        calls += not isinstance(kwargs["past_key_values"], SlotCache)
+        calls += not isinstance(cache_in(kwargs), SlotCache)
         if calls == 5:  # the second piece of the second prompt
             calls += 1
             raise RuntimeError("in the middle")

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 import kvcompress
 from kvcompress import CompressedCache
+from kvcompress.cache_name import CACHE, cache_in
 from kvcompress.speech import answering
 from kvcompress.speech.overlapped import EachToken, generate_overlapped
 from kvcompress.speech.prompts import growing_wav
@@ -50,14 +51,14 @@ def test_evicting_while_writing_is_hiding_what_is_evicted(omni, omni_inputs, nam
         return kwargs
 
     with kvcompress.attach(part), watched(part, note) as evicting:
-        model.generate(**given, **{f"{name}_past_key_values": cache})
+        model.generate(**given, **{f"{name}_{CACHE}": cache})
     steps = iter(held)
 
     def hide(kwargs: dict) -> dict:
         kept = next(steps)
         if kept is None:
             return kwargs
-        seen = kwargs["past_key_values"].get_seq_length()
+        seen = cache_in(kwargs).get_seq_length()
         mask = torch.zeros(1, seen + 1, dtype=torch.long)
         mask[0, kept] = mask[0, -1] = 1
         if kwargs.get("attention_mask") is None and kwargs.get("position_ids") is None:
@@ -89,7 +90,7 @@ def sampling(held: dict[str, CompressedCache]) -> tuple[dict[str, Any], dict[str
     given: dict[str, Any] = {}
     for part, cache in held.items():
         note = EachToken(Event(), lambda ids, part=part, cache=cache: sizes[part].append(cache.nbytes))
-        given |= {f"{part}_past_key_values": cache, f"{part}_stopping_criteria": StoppingCriteriaList([note])}
+        given |= {f"{part}_{CACHE}": cache, f"{part}_stopping_criteria": StoppingCriteriaList([note])}
     return given, sizes
 
 
