@@ -7,6 +7,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 NAMES = ("cache", "past_key_values")
 CACHE = next(name for name in NAMES if name in BaseModelOutputWithPast.__dataclass_fields__)
+# Since the same release attention modules, not attention functions, store in the pages of continuous batching.
+MODULES_STORE = CACHE == "cache"
 
 
 def cache_in(arguments: dict[str, Any]) -> Any:

@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..cache_name import CACHE
+from ..cache_name import MODULES_STORE
 from ..device import on_device
 from ..hooks.attention import base_attention, has_plain_weights, one_query_per_head
 
 if TYPE_CHECKING:
     from .pages import CompressedPagedCache
-
-# Since transformers 5.24, which also renamed the argument, attention modules store in pages, not attention functions.
-STORED_BY_MODULES = CACHE == "cache"
 
 
 @dataclass(frozen=True)
@@ -57,9 +54,9 @@ def paged_attention(
     if own is not None:
         result = attend_to_own(module, query, key, value, scaling, cache, own, kwargs), None
     else:
-        if STORED_BY_MODULES and cache is not None:
+        if MODULES_STORE and cache is not None:
             key, value = cache.store(key, value, module.layer_idx, kwargs)
-        elif not STORED_BY_MODULES:
+        elif not MODULES_STORE:
             kwargs["cache"] = cache
         attend = base_attention(base, module)
         result = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

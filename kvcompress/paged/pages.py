@@ -18,8 +18,8 @@ from transformers.generation.continuous_batching.scheduler import Scheduler
 
 from ..cache.memory import Memory
 from ..cache.new_tokens import NewTokens
+from ..cache_name import MODULES_STORE
 from ..scoring.rotary import Rotary
-from .attention import STORED_BY_MODULES
 
 # The functions overridden or called here, with the parameters that they must have.
 CONTRACT = {
@@ -197,7 +197,7 @@ class CompressedPagedCache(PagedAttentionCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by attention modules, leave it to the attention function, which knows what it reads, to `store`."""
-        if not STORED_BY_MODULES:
+        if not MODULES_STORE:
             return self.store(key_states, value_states, layer_idx, kwargs)
         kwargs["cache"] = self
         return key_states, value_states
