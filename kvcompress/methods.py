@@ -13,7 +13,7 @@ from .check.passed import has_passed
 from .command_line import called
 from .errors import KVCompressError, one_line, unknown_name, validated
 
-FILES = "KVCOMPRESS_METHODS"  # environment variable: Python files with methods, separated as in PATH
+FILES = "KVCOMPRESS_METHODS"  # environment variable: Python files with methods and layer budgets, separated as in PATH
 OF_FILE = "kvcompress_methods_"  # prefix of such a file's module name
 
 

@@ -94,7 +94,7 @@ def compress(
 def _pages() -> ModuleType:
     """Import the module for transformers' pages. Raises KVCompressError if transformers' classes have changed."""
     problem = (
-        f"transformers {transformers.__version__} has another continuous batching than kvcompress.paged knows (5.23)"
+        f"transformers {transformers.__version__} has another continuous batching than kvcompress.paged knows (5.24)"
     )
     try:
         from . import pages
