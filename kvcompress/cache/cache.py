@@ -55,9 +55,9 @@ def check_room(policy: Policy, max_new_tokens: object) -> None:
 class CompressedCache(DynamicCache):
     """A transformers cache that compresses each prompt as it is stored.
 
-    Pass it to `generate` as `past_key_values` inside `kvcompress.compress(...)` or `kvcompress.attach(...)`, or let
-    `compress` create one per generation. Layers without full attention, such as those with sliding windows, keep
-    transformers' own storage.
+    Pass it to `generate` as `past_key_values` (`cache` since transformers 5.24) inside `kvcompress.compress(...)` or
+    `kvcompress.attach(...)`, or let `compress` create one per generation. Layers without full attention, such as those
+    with sliding windows, keep transformers' own storage.
 
     Args:
         config: the model's config.
