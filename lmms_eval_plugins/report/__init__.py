@@ -1,1 +1,1 @@
-"""Reports on cells on disk: `table` for a folder of them, `metrics` and `grid` for comparing, `html` for pages and papers."""
+"""Reports on cells on disk: `table` for a folder, `metrics` and `grid` to compare, `html` for pages and papers."""
