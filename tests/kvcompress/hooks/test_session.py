@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import kvcompress
 from kvcompress import CompressedCache, KVCompressError
+from kvcompress.cache_name import CACHE, NAMES
 from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.hooks import attention
 from tests.support.families import FAMILIES, MORE_FAMILIES
@@ -495,3 +496,39 @@ def test_a_text_after_an_image_has_its_own_positions():
             with session.reuse() as cache:
                 logits.append(model(input_ids=step, past_key_values=cache).logits)
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("name", sorted({CACHE, "past_key_values"}))
+def test_a_cache_may_be_given_by_each_of_its_names(name):
+    with compress() as session:
+        expected = MODEL.generate(**INPUTS, max_new_tokens=3, do_sample=False)
+        cache = new_cache()
+        assert MODEL.generate(**INPUTS, max_new_tokens=3, do_sample=False, **{name: cache}).equal(expected)
+        assert session.cache is cache
+        cache = new_cache()
+        MODEL(**INPUTS, **{name: cache})
+    assert session.cache is cache
+    assert cache.seen_tokens == 40
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_of_ones_own_gets_its_cache_by_the_name_that_its_forward_has(name):
+    """Such as remote code that was written for another transformers."""
+
+    class Own(type(MODEL)):
+        if name == "cache":
+
+            def forward(self, input_ids=None, attention_mask=None, position_ids=None, cache=None, **kwargs):
+                return super().forward(input_ids, attention_mask, position_ids, **{CACHE: cache}, **kwargs)
+        else:
+
+            def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
+                return super().forward(input_ids, attention_mask, position_ids, **{CACHE: past_key_values}, **kwargs)
+
+    model = Own(MODEL.config)
+    model.load_state_dict(MODEL.state_dict())
+    with compress(model.eval()) as session:
+        tokens = model.generate(**INPUTS, max_new_tokens=3, do_sample=False)
+    with compress() as expected:
+        assert MODEL.generate(**INPUTS, max_new_tokens=3, do_sample=False).equal(tokens)
+    assert session.cache.realised_ratios() == expected.cache.realised_ratios()
