@@ -8,11 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from ..cells.results import exact
 from ..report.against import against
 from ..report.appearance import colour, markers, score_scale
+from ..report.groups import Group
 from ..report.html.data import CELL_NUMBERS, number, same_answers, test_data
-from ..report.html.groups import Group, question_frames
 from ..report.numbers import kept
 from ..report.short_answers import warning
 from ..report.significance import mean_interval
@@ -45,12 +44,12 @@ def rows_of(submission: str, groups: Iterable[Group]) -> list[Row]:
     """Return all scored cells of a submission."""
     rows = []
     for group in groups:
-        questions = question_frames(group.samples, len(group.frame))
+        questions = group.frame["questions"]
         for index, cell in enumerate(group.cells):
             framed, full = group.frame.iloc[index], _full_of(group, index)
             if pd.notna(framed["score"]):
                 pair = None if full in (None, index) else (questions[index], questions[full])
-                shown = _shown(submission, group, questions[index], index)
+                shown = _shown(submission, group, index)
                 rows.append(Row(cell, framed, protocol_of(cell), shown, pair))
     return rows
 
@@ -137,8 +136,8 @@ def _choice(rows: list[Row]) -> dict[str, Any]:
     return {"choice": None if chosen is None else chosen.as_data(), "best": best_methods(scores)}
 
 
-def _shown(submission: str, group: Group, questions: pd.DataFrame, index: int) -> dict[str, Any]:
-    """Return the values shown for a cell, whose questions are given."""
+def _shown(submission: str, group: Group, index: int) -> dict[str, Any]:
+    """Return the values shown for a cell."""
     cell, row = group.cells[index], group.frame.iloc[index]
     environment, protocol = cell.get("environment", {}), cell["protocol"]
     full = _full_of(group, index)
@@ -149,12 +148,12 @@ def _shown(submission: str, group: Group, questions: pd.DataFrame, index: int) -
         "revision": protocol["settings"].get("revision", ""),
         "method": row["method"],
         "variant": variant(cell),
-        "size": f"budget {row['budget']:.0f}" if pd.isna(row["ratio"]) else exact(row["ratio"]),
+        "size": row["asked"],
         "kept": kept(row["realised"], row["ratio"], row["budget"]),
         "colour": colour(row["method"]),
         **{name: number(row[name]) for name in CELL_NUMBERS},
-        "interval": _interval(questions, row),
-        "same": None if full is None else same_answers(group.samples, index, full),
+        "interval": _interval(row),
+        "same": None if full is None else same_answers(row["questions"], group.frame["questions"][full]),
         "samples": int(row["samples"]),
         "versions": environment.get("versions", {}),
         "environment": {name: environment[name] for name in ENVIRONMENT if name in environment},
@@ -173,9 +172,10 @@ def _full_of(group: Group, index: int) -> int | None:
     return None
 
 
-def _interval(questions: pd.DataFrame, row: pd.Series) -> list[float] | None:
+def _interval(row: pd.Series) -> list[float] | None:
     """Return the 95 % interval of a score over its questions, clustered; for a score that is not their mean, from its
     standard error. None if it has neither."""
+    questions = row["questions"]
     scores = questions["score"].astype(float)
     if len(scores) and math.isclose(scores.mean(skipna=False), row["score"], abs_tol=1e-6):
         ends = mean_interval(scores, questions["cluster"])

@@ -69,7 +69,7 @@ def check(folders: list[Path]) -> int:
 
 def write(folders: list[Path], out: Path) -> int:
     """Write the page of all scored cells."""
-    from ..report.html.groups import load_groups
+    from ..report.groups import load_groups
     from ..report.html.page import write_page
     from .boards import Row, leaderboard, rows_of
     from .tables import board, read

@@ -21,16 +21,16 @@ from kvcompress.files import check_output, replacing
 from kvcompress.flag_types import shown
 
 from ..cells.errors import EvaluationFailed, UsageError, leave_out
-from ..cells.results import RESULTS_FILE, DamagedFile, exact, read_cell
 from . import terminal
 from .appearance import short_names
+from .groups import read_cells
 from .numbers import fixed, kept
 from .plots import plain
-from .table import KEPT, by_question, cell_row, headline
+from .table import KEPT, by_question, headline, sweep_frame
 from .terminal import fitted
 
 MOST_VALUES = 40  # of a column: more would not be legible
-OWN = {"settings", "method", "options", "series", "metric", "size", "kept", "score"}  # fields of a cell
+OWN = ("settings", "method", "options", "series", "metric", "size", "kept")  # fields of a cell
 PANELS = 6  # per row of the figure, unless one method has more
 FEW = 5  # up to this many methods, each has its own row
 
@@ -44,23 +44,19 @@ def question_rows(
     Raises EvaluationFailed if no finished cell has a score per question; KVCompressError for a column that the task
     does not have.
     """
+    cells, damaged = read_cells(root, "[!.]*")
+    for folder, error in damaged.items():
+        leave_out(folder, error)
     rows: list[dict[str, Any]] = []
     known: set[str] = set()
-    for file in sorted(root.glob(f"[!.]*/{RESULTS_FILE}")):
-        try:
-            cell, samples = read_cell(file.parent)
-        except (DamagedFile, FileNotFoundError) as error:
-            leave_out(file.parent, error)
-            continue
+    for cell in cells:
         found = headline(cell, metric, metric_filter)
         if found is None:
-            leave_out(file.parent, "it has no score of that metric and filter")
+            leave_out(cell["folder"], "it has no score of that metric and filter")
             continue
-        summary = cell_row(cell, metric, metric_filter)
-        size = exact(summary["ratio"]) if summary["ratio"] is not None else f"budget={summary['budget']}"
-        of_cell = {key: summary[key] for key in ("settings", "method", "options", "series", "metric")}
-        of_cell |= {"size": size, "kept": summary["ratio"] if summary["realised"] is None else summary["realised"]}
-        for sample, score in by_question(cell, samples, found):
+        summary = sweep_frame([cell], metric, metric_filter).iloc[0]
+        of_cell = {name: summary[name] for name in OWN} | {"size": summary["asked"].replace(" ", "=")}
+        for sample, score in by_question(cell, cell["samples"], found):
             document = sample.get("doc") or {}
             known |= {key for key, value in document.items() if isinstance(value, str | int | float)}
             if not math.isnan(score):
@@ -183,7 +179,7 @@ def write(flags: argparse.Namespace) -> None:
     columns = dict.fromkeys([flags.x, flags.y, *([flags.where[0]] if flags.where else [])])
     if flags.x == flags.y:
         raise UsageError(f"--x and --y are both {shown(flags.x)}")
-    if own := columns.keys() & OWN:
+    if own := columns.keys() & {*OWN, "score"}:
         raise UsageError(f"column {min(own)!r}: a cell has a field of this name, so the task's own cannot be shown")
     rows = question_rows(flags.folder, list(columns), flags.metric, flags.filter)
     if flags.where:

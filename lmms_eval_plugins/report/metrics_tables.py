@@ -3,7 +3,6 @@
 import argparse
 import math
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -14,7 +13,7 @@ from . import terminal
 from .against import columns, explanation
 from .appearance import score_scale, short_names
 from .gate import answered_blind, gate_lines
-from .grid import GROUP, curves, load_grid, overall, paired_tests
+from .grid import GROUP, curves, load_grid, overall, paired_tests, title_of
 from .numbers import fixed, kept, share
 from .short_answers import warning
 from .table import KEPT, print_warning
@@ -42,7 +41,8 @@ def show_metrics(flags: argparse.Namespace) -> None:
     warnings = [line for group in groups for line in (warning(group), *gate_lines(group)) if line]
     if flags.json:
         tested = pd.concat([pd.DataFrame(), *found.values()], ignore_index=True)
-        frames = {"cells": grid.drop(columns="questions"), "curves": lines, "overall": summary, "tests": tested}
+        cells = grid.drop(columns=["questions", "asked"])
+        frames = {"cells": cells, "curves": lines, "overall": summary, "tests": tested}
         records = {name: _records(frame) for name, frame in {**frames, "compared": compared}.items()}
         blind = [dict(zip(("task", "doc_id"), key, strict=True)) for group in groups for key in answered_blind(group)]
         print(dumps({**records, "answered_blind": blind, "warnings": warnings}, indent=2))
@@ -52,7 +52,7 @@ def show_metrics(flags: argparse.Namespace) -> None:
         console.print(table)
     for name, frame in found.items():
         for key, group in frame.groupby(GROUP):
-            title = f"{_title(key)} against {name}"
+            title = f"{title_of(key)} against {name}"
             console.print(_tests_table(group, title, ["series", KEPT], flags, console.width))
     if len(compared):
         console.print(_tests_table(compared, "A - B", ["task", "a", "b"], flags, console.width))
@@ -80,13 +80,8 @@ def terminal_tables(grid: pd.DataFrame, lines: pd.DataFrame, summary: pd.DataFra
     return tables
 
 
-def _title(key: Sequence[str]) -> str:
-    task, model, settings = key
-    return f"{task}, {model}" + (f" ({settings})" if settings else "")
-
-
 def _cells_table(group: pd.DataFrame, width: int) -> Table:
-    scale, title = score_scale(group), _title(group[GROUP].iloc[0])
+    scale, title = score_scale(group), title_of(group[GROUP].iloc[0])
     metric, against_full = group["metric"].iloc[0], ("of full", "loyalty", "speed-up")
     has_headroom = group["headroom"].notna().any()  # only if the grid has `random` and `hindsight`
     headroom = ["headroom"] if has_headroom else []

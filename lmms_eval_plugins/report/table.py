@@ -235,11 +235,13 @@ def cell_row(cell: dict[str, Any], metric: str | None = None, metric_filter: str
 
     return {
         "task": protocol["task"],
+        "model": protocol["model"],
         "series": " ".join((protocol["method"], *options)),
         "method": protocol["method"],
         "options": options,
         "ratio": protocol["ratio"],
         "budget": protocol["budget"],
+        "asked": exact(protocol["ratio"]) if protocol["ratio"] is not None else f"budget {protocol['budget']:.0f}",
         "realised": realised.get("mean"),
         "per_layer": realised.get("per_layer"),
         "metric": found.name if found else "",
@@ -269,7 +271,8 @@ def sweep_frame(
     cells: list[dict[str, Any]], metric: str | None = None, metric_filter: str | None = None
 ) -> pd.DataFrame:
     """Return all cells as a frame: the full cache first, then by method, the largest ratio or budget first. `size` is
-    the requested ratio or budget; `kept` the realised share of the KV entries, or the ratio if none was measured."""
+    the requested ratio or budget, `asked` the same as text (`0.2`, `budget 64`); `kept` the realised share of the KV
+    entries, or the ratio if none was measured."""
     frame = pd.DataFrame([cell_row(cell, metric, metric_filter) for cell in cells])
     frame["order"] = frame["method"] != "full"
     frame["size"] = frame["ratio"].fillna(frame["budget"]).astype(float)
@@ -304,11 +307,6 @@ def table_rows(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
 def score_text(row: Any, scale: int) -> str:
     """Format the score of a frame's row, with its standard error if it has one."""
     return _number(row.score, 1, scale) + (f" ± {fixed(scale * row.stderr, 1)}" if pd.notna(row.stderr) else "")
-
-
-def asked(row: Any) -> str:
-    """Format the ratio or budget requested for a frame's row."""
-    return exact(row.ratio) if pd.notna(row.ratio) else f"budget {row.budget:.0f}"
 
 
 def by_layer(frame: pd.DataFrame) -> str:

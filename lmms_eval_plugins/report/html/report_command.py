@@ -44,8 +44,8 @@ def report(arguments: list[str]) -> None:
     given = parser().parse_args(arguments)
     if given.results.suffix == ".json" and given.results.is_file():
         return speech_report(given.results, given.out or given.results.parent)
+    from ..groups import load_groups
     from .data import page_data
-    from .groups import load_groups
     from .page import write_page
     from .tables import write_tables
 
