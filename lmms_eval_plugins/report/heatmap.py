@@ -77,7 +77,7 @@ def question_rows(
 def heatmap_table(rows: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
     """Return mean score and number of questions for each cell and each pair of values of the two columns."""
     by = ["series", "size", "kept", y, x]
-    grouped = rows.dropna(subset=[x, y]).groupby(by, sort=True)["score"]
+    grouped = rows.dropna(subset=[x, y]).groupby(by, sort=True, dropna=False)["score"]
     return grouped.agg(score="mean", questions="count").reset_index()
 
 

@@ -1,5 +1,7 @@
 """The heat map says what the cells' questions say."""
 
+import json
+
 import pandas as pd
 import pytest
 
@@ -66,6 +68,16 @@ def test_questions_are_chosen_by_a_column_and_other_columns_tabulated(folder, dr
     assert list(zip(own["length"], own["score"], own["questions"], strict=True)) == [(4, 0.5, 2), (16, 1.0, 3)]
     names = {"heatmap-length-depth-kind-text.png", "heatmap-kind-length.png"}
     assert {file.name for file in folder.glob("*.png")} == names
+
+
+def test_a_cell_whose_kept_share_was_not_measured_is_shown(tmp_path):
+    """One that a server answered, with a budget."""
+    docs = [{"length": 4, "depth": 0.5}] * 4
+    folder = write_answers(tmp_path, "t", "snapkv", None, "abcx", budget=64, docs=docs)
+    file = folder / "snapkv-budget=64" / "results.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "efficiency": {}}))
+    assert main([str(folder)]) == 0
+    assert pd.read_csv(folder / "heatmap-length-depth.csv")["score"].tolist() == [0.75]
 
 
 @pytest.mark.parametrize("name", ["size", "score", "questions"])
