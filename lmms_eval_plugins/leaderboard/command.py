@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvcompress.command_line import Parser, exit_code
+from kvcompress.command_line import Parser, returns_exit_code
 from kvcompress.files import check_output
 from kvcompress.flag_types import path
 
@@ -38,14 +38,9 @@ def parser() -> argparse.ArgumentParser:
     return this
 
 
+@returns_exit_code("files")
 def main(arguments: list[str]) -> int:
-    """Run the command and return its exit code; every error is one line on stderr."""
-    return exit_code(command, arguments, "files")
-
-
-def command(arguments: list[str]) -> int:
-    """Check the submissions or write the page, and return the exit code. Raises UsageError, KVCompressError or
-    EvaluationFailed."""
+    """Check the submissions or write the page; return 2 if a submission has problems."""
     given = parser().parse_args(arguments)
     folders = list(dict.fromkeys(given.folders))
     return check(folders) if given.check else write(folders, given.out)

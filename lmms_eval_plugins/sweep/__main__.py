@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvcompress.command_line import Parser, exit_code
+from kvcompress.command_line import Parser, returns_exit_code
 from kvcompress.flag_types import count_or_fraction, folder, label, path, whole
 
 from ..cells.errors import EvaluationFailed, UsageError
@@ -127,18 +127,14 @@ def _checked(kind: Callable[[str], Path], parameter: str, value: Any) -> Path:
         raise UsageError(f"{parameter}={error}") from None
 
 
-def command(argv: list[str]) -> None:
+@returns_exit_code("trials")
+def main(argv: list[str]) -> None:
     """Dispatch to `run` or `trial`."""
     commands = {"run": run, "trial": trial}
     if not argv or argv[0] not in commands:
         raise UsageError(f"{argv[0] if argv else 'nothing'!r} is neither run nor trial; both are in docs/sweeps.md")
     check_environment()
     commands[argv[0]](argv[1:])
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code; every error is one line on stderr."""
-    return exit_code(command, argv, "trials")
 
 
 def run_main(argv: list[str]) -> int:
