@@ -67,14 +67,14 @@ def write(folders: list[Path], out: Path) -> int:
     from ..report.groups import load_groups
     from ..report.html.page import write_page
     from .boards import Row, leaderboard, rows_of
-    from .tables import board, read
+    from .tables import board_of, read
 
     check_output(out.parent, out.name)
     rows: list[Row] = []
     tables: list[dict[str, Any]] = []
     for each in folders:
         with unpacked(each) as folder:
-            own = [board(table, name_of(each)) for table in read(folder)]
+            own = [board_of(table, name_of(each)) for table in read(folder)]
             tables += own
             if not own or any(folder.rglob(RESULTS_FILE)):
                 rows += rows_of(name_of(each), load_groups(folder))

@@ -48,14 +48,8 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
         efficiency = group.cells[index]["efficiency"]
         cells.append(
             {
-                "series": row.series,
-                "method": row.method,
-                "size": row.asked,
-                "kept": kept(row.realised, row.ratio, row.budget),
-                "colour": colour(row.method),
+                **cell_data(row),
                 "marker": marks[row.series],
-                **{name: number(getattr(row, name)) for name in CELL_NUMBERS},
-                "samples": int(row.samples),
                 "options": varied[index],
                 "against": test_data(tests.iloc[index]),
                 "same": same_answers(row.questions, first["questions"]) if first["method"] == "full" else None,
@@ -92,6 +86,19 @@ def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
         "all_questions": len(every),
         "questions": questions,
         "overlays": overlays,
+    }
+
+
+def cell_data(row: Any) -> dict[str, Any]:
+    """Return what every page shows of a cell, from its row in the frame of a `Group`."""
+    return {
+        "series": row.series,
+        "method": row.method,
+        "size": row.asked,
+        "kept": kept(row.realised, row.ratio, row.budget),
+        "colour": colour(row.method),
+        **{name: number(getattr(row, name)) for name in CELL_NUMBERS},
+        "samples": int(row.samples),
     }
 
 
