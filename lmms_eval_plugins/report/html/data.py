@@ -31,13 +31,13 @@ CELL_NUMBERS = (
 def page_data(groups: list[Group]) -> dict[str, Any]:
     """Return the data of the page, JSON-ready; its `images` maps each file to its data URL."""
     images: dict[str, str | None] = {}
-    shown = [_group_data(group, images) for group in groups]
+    shown = [page_group(group, [_entries(cell["folder"], images) for cell in group.cells]) for group in groups]
     return {"groups": shown, "images": {file: url for file, url in images.items() if url}}
 
 
-def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
+def page_group(group: Group, entries: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return the data of one group; `entries`: of each cell, as from `read_kept_tokens`."""
     frame = group.frame
-    entries = [_entries(cell["folder"], images) for cell in group.cells]
     overlays = overlay_data(entries)
     needed = needs_by_question(entries)
     parts, tests = headrooms(frame), against_full(frame)
