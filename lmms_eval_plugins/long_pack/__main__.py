@@ -4,8 +4,6 @@ NAME_needle hides needles among many pictures; NAME_document has documents of ma
 run with `./scripts/run_eval.sh NAME_needle MODEL METHOD RATIO --include_path DIR`; docs/long-pack.md has the details.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

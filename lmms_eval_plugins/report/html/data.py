@@ -171,14 +171,7 @@ def overlay_data(entries: list[list[dict[str, Any]]]) -> dict[str, Any]:
                 f"{entry['task']}/{entry['doc_id']}",
                 {**{name: entry[name] for name in ("layers", "kv_heads", "pieces", "images")}, "cells": {}},
             )
-            overlay["cells"][index] = {
-                "vision": entry["vision"],
-                "text": entry["text"],
-                "shares": {
-                    kind: None if (share := shares(entry, kind)) is None else round(float(share.mean()), 4)
-                    for kind in ("vision", "text")
-                },
-            }
+            overlay["cells"][index] = {"vision": entry["vision"], "text": entry["text"]}
     return overlays
 
 

@@ -166,11 +166,11 @@ def check_data(page: str) -> None:
     overlay, question = next(iter(group["overlays"].values())), group["questions"][0]
     parts = {"DATA": data, "group": group, "cell": group["cells"][0], "overlay": overlay, "question": question}
     for name, part in parts.items():
-        made = {*re.findall(rf"\b{name}\.(\w+) (?:\?\?)?= ", script), "note"}  # a note is not on every page
+        made = {*re.findall(rf"\b{name}\.(\w+) (?:\?\?)?= ", script)}
         assert set(re.findall(rf"\b{name}\.([a-z]\w*)", script)) - made <= set(part), name
     assert {question["key"] for question in group["questions"]} >= set(group["overlays"])
     for kept in (kept for overlay in group["overlays"].values() for kept in overlay["cells"].values()):
-        assert set(kept) == {"vision", "text", "shares"}
+        assert set(kept) == {"vision", "text"}
     files = {image["file"] for overlay in group["overlays"].values() for image in overlay["images"]}
     assert files == set(data["images"])
     assert all(len(question["a"]) == len(question["s"]) == len(group["cells"]) for question in group["questions"])
