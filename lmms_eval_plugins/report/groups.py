@@ -50,18 +50,22 @@ class Group:
         return f"{self.task}, {self.model}" + (f" ({settings})" if settings else "")
 
 
+def cell_folders(root: Path, where: str = "**") -> list[Path]:
+    """Return the folders of all cells under `root` but those that are being written; `where`: which folders, `[!.]*`
+    for those directly in it."""
+    folders = sorted(file.parent for file in root.glob(f"{where}/{RESULTS_FILE}"))
+    return [each for each in folders if not any(part.startswith(UNFINISHED) for part in each.relative_to(root).parts)]
+
+
 def read_cells(root: Path, where: str = "**") -> tuple[list[dict[str, Any]], dict[Path, Exception]]:
-    """Read all finished cells under `root`; `where`: which folders, `[!.]*` for those directly in it.
+    """Read the cells of `cell_folders`.
 
     Returns:
         The results.json of each cell, with its `folder` and `samples` (the lines of its samples.jsonl).
         Folder -> what is wrong, for damaged ones.
     """
     cells, damaged = [], {}
-    for file in sorted(root.glob(f"{where}/{RESULTS_FILE}")):
-        folder = file.parent
-        if any(part.startswith(UNFINISHED) for part in folder.relative_to(root).parts):
-            continue  # a cell that is being written
+    for folder in cell_folders(root, where):
         try:
             results, samples = read_cell(folder)
             cells.append({**results, "folder": folder, "samples": samples})

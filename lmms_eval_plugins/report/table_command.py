@@ -26,10 +26,10 @@ def main(argv: list[str]) -> None:
     flags = parser().parse_args(argv)
     from kvcompress.files import check_output
 
-    from ..cells.results import RESULTS_FILE
+    from .groups import cell_folders
     from .table import report
 
-    folders = {file.parent.parent for file in flags.folder.rglob(f"[!.]*/{RESULTS_FILE}")} or {flags.folder}
+    folders = {cell.parent for cell in cell_folders(flags.folder, "**/[!.]*")} or {flags.folder}
     for each in folders:
         check_output(each)
     try:
