@@ -88,7 +88,7 @@ def _cells_table(group: pd.DataFrame, width: int) -> Table:
     names, shared = short_names(group)
     for name, row in zip(names, group.itertuples(), strict=True):
         values = [text_of(row.relative, 1, 100) + " %", text_of(row.loyalty, 1, 100) + " %"]
-        values += [f"{fixed(row.speed_up, 2)}x", text_of(row.answers_per_s, 1), text_of(row.tokens_per_correct, 1)]
+        values += [text_of(row.speed_up, 2, 1, "x"), text_of(row.answers_per_s, 1), text_of(row.tokens_per_correct, 1)]
         if has_headroom:
             interval = f"[{text_of(row.headroom_low, 0, 100)}, {text_of(row.headroom_high, 0, 100)}] %"
             values.insert(0, "-" if pd.isna(row.headroom) else f"{text_of(row.headroom, 0, 100)} {interval}")
@@ -116,7 +116,7 @@ def _overall_table(summary: pd.DataFrame, width: int) -> Table:
     for row in summary.itertuples():
         shares = [text_of(value, 1, 100) for value in (row.op, row.mean, row.min, row.og, row.ol, row.ol_min)]
         name = row.model + (f" ({row.settings})" if row.settings else "")
-        speed_ups = [f"{fixed(value, 2)}x" for value in (row.oe, row.oe_min)]
+        speed_ups = [text_of(value, 2, 1, "x") for value in (row.oe, row.oe_min)]
         size = kept(row.kept, row.ratio, row.budget)
         rows.append([name, row.series, size, str(len(row.tasks)), *shares, *speed_ups])
     caption = "OP: root mean square of score / full score; OG: its deviation / mean. Kept: mean over the tasks."
