@@ -4,6 +4,7 @@ import argparse
 import atexit
 import contextlib
 import errno
+import functools
 import math
 import os
 import re
@@ -154,6 +155,20 @@ def exit_code(command: Callable[[list[str]], int | None], argv: list[str] | None
             return fail(f"not enough memory: {one_line(error, 300)}", 1)
         traceback.print_exc()
         return fail(f"{type(error).__name__}: {error}", 1)
+
+
+def returns_exit_code(kept: str = "") -> Callable[[Callable[[list[str]], int | None]], Callable[..., int]]:
+    """Return a decorator that makes a function of the arguments a command: it returns the exit code, and every error is
+    one line on stderr, see `exit_code`."""
+
+    def decorated(command: Callable[[list[str]], int | None]) -> Callable[..., int]:
+        @functools.wraps(command)
+        def main(argv: list[str] | None = None) -> int:
+            return exit_code(command, argv, kept)
+
+        return main
+
+    return decorated
 
 
 def leave(code: int) -> NoReturn:

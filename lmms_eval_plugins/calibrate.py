@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvcompress.calibration import command as core
-from kvcompress.command_line import exit_code, key_values
+from kvcompress.command_line import key_values, returns_exit_code
 from kvcompress.flag_types import label
 
 from .cells.errors import UsageError
@@ -32,8 +32,9 @@ def parser() -> argparse.ArgumentParser:
     return core.parser(add)
 
 
-def command(argv: list[str]) -> None:
-    """Write the file. Raises UsageError, KVCompressError or EvaluationFailed."""
+@returns_exit_code("files")
+def main(argv: list[str]) -> None:
+    """Write the file."""
     flags = parser().parse_intermixed_args(argv)
     if flags.task is None:
         if flags.model == BUNDLED_MODEL:
@@ -89,11 +90,6 @@ def prompts_of(
         messages = few_shot.messages(task.doc_to_messages, task.eval_docs[doc_id], doc_id)
         prompt = messages if isinstance(messages, str) else ChatMessages(messages=messages)
         yield dict(on_device(chat.inputs([chat.read(prompt, task.config.task)]), device))
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code; every error is one line on stderr."""
-    return exit_code(command, argv, "files")
 
 
 if __name__ == "__main__":

@@ -47,9 +47,9 @@ COMMANDS = {
         f"{PLUGIN}.report.html.report_command",
         "parser",
         ["."],
-        f"{PLUGIN}.report.html.groups.load_groups",
+        f"{PLUGIN}.report.groups.load_groups",
     ),
-    "leaderboard": (f"{PLUGIN}.leaderboard.command", "parser", ["."], f"{PLUGIN}.report.html.groups.load_groups"),
+    "leaderboard": (f"{PLUGIN}.leaderboard.command", "parser", ["."], f"{PLUGIN}.report.groups.load_groups"),
     "show": (
         f"{PLUGIN}.report.html.show_command",
         "parser",

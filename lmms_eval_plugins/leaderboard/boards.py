@@ -2,18 +2,16 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from ..cells.results import exact
 from ..report.against import against
-from ..report.appearance import colour, markers, score_scale
-from ..report.html.data import CELL_NUMBERS, number, same_answers, test_data
-from ..report.html.groups import Group, question_frames
-from ..report.numbers import kept
+from ..report.appearance import markers, score_scale
+from ..report.groups import Group
+from ..report.html.data import cell_data, number, same_answers, test_data
 from ..report.short_answers import warning
 from ..report.significance import mean_interval
 from .choice import best_methods, choose
@@ -26,65 +24,71 @@ ENVIRONMENT = ("device", "dtype", "attn_implementation", "threads", "processes",
 
 @dataclass
 class Row:
-    """A cell of a submission with what a table needs: its row in the report's frame (see `table.sweep_frame`), its
-    protocol, the values shown, and its questions with those of the full cache, if it is to be compared with one."""
+    """A row of a table.
 
-    cell: dict[str, Any]
-    framed: pd.Series
+    Attributes:
+        question: what the score measures: task, its definition, metric, number of questions.
+        protocol: as from `protocol_of`.
+        framed: its row in the frame of a `Group`.
+        full: the questions of the full cache, if it is to be compared with one.
+        shown: the values shown.
+        cell: its results; empty for a row of `tables.json`.
+    """
+
+    question: tuple[str, str, str, int]
     protocol: dict[str, str]
+    framed: pd.Series
+    full: pd.DataFrame | None
     shown: dict[str, Any]
-    pair: tuple[pd.DataFrame, pd.DataFrame] | None
-
-    @property
-    def question(self) -> tuple[str, str, str, int]:
-        """What the score measures: task, its definition, metric, number of questions."""
-        return self.cell["protocol"]["task"], definition(self.cell), self.framed["metric"], self.shown["samples"]
+    cell: dict[str, Any] = field(default_factory=dict)
 
 
 def rows_of(submission: str, groups: Iterable[Group]) -> list[Row]:
     """Return all scored cells of a submission."""
     rows = []
     for group in groups:
-        questions = question_frames(group.samples, len(group.frame))
-        for index, cell in enumerate(group.cells):
-            framed, full = group.frame.iloc[index], _full_of(group, index)
-            if pd.notna(framed["score"]):
-                pair = None if full in (None, index) else (questions[index], questions[full])
-                shown = _shown(submission, group, questions[index], index)
-                rows.append(Row(cell, framed, protocol_of(cell), shown, pair))
+        protocols = [protocol_of(cell) for cell in group.cells]
+        whole = [place for place, cell in enumerate(group.cells) if cell["protocol"]["method"] == "full"]
+        for place, (cell, protocol) in enumerate(zip(group.cells, protocols, strict=True)):
+            framed = group.frame.iloc[place]
+            if pd.isna(framed["score"]):
+                continue
+            full = next((other for other in whole if holds_full(protocol, protocols[other])), None)
+            of_full = None if full is None else group.frame["questions"][full]
+            shown = _shown(submission, cell, framed, of_full)
+            question = group.task, definition(cell), framed["metric"], shown["samples"]
+            rows.append(Row(question, protocol, framed, None if full == place else of_full, shown, cell))
     return rows
 
 
 def leaderboard(rows: Sequence[Row], further: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Return the data of the page: `boards`, sorted by regime and task, `further` ones (`tables.board`) included."""
+    """Return the data of the page: `boards`, sorted by regime and task, `further` ones (`tables.board_of`) included."""
     tables: dict[tuple, list[Row]] = {}
-    compressed = [row for row in rows if row.cell["protocol"]["method"] != "full"]
-    for row in compressed:
-        tables.setdefault((row.question, tuple(row.protocol.items())), []).append(row)
-    for row in rows:
-        if row.cell["protocol"]["method"] == "full":
+    for row in sorted(rows, key=lambda row: row.shown["method"] == "full"):
+        own, found = (row.question, tuple(row.protocol.items())), []
+        if row.shown["method"] == "full":
             found = [key for key in tables if key[0] == row.question and holds_full(dict(key[1]), row.protocol)]
-            for key in found or [(row.question, tuple(row.protocol.items()))]:
-                tables.setdefault(key, []).append(row)
+        for key in found or [own]:
+            tables.setdefault(key, []).append(row)
     of_task: dict[str, list[Row]] = {}
     for row in rows:
         of_task.setdefault(row.question[0], []).append(row)
     regimes = {task: regime([row.cell for row in own]) for task, own in of_task.items()}
     boards = [
-        _board(question, dict(protocol), own, regimes[question[0]], [key[0] for key in tables])
+        board(question, dict(protocol), own, regimes[question[0]], [key[0] for key in tables])
         for (question, protocol), own in tables.items()
     ]
     boards += further
     order = ("regime", "task", "protocol_text")
-    return {"boards": sorted(boards, key=lambda board: [board[name] for name in order])}
+    return {"boards": sorted(boards, key=lambda each: [each[name] for name in order])}
 
 
-def _board(
+def board(
     question: tuple[str, str, str, int],
     protocol: dict[str, str],
     rows: list[Row],
     regime: str,
-    questions: list[tuple[str, str, str, int]],
+    questions: Sequence[tuple[str, str, str, int]] = (),
 ) -> dict[str, Any]:
     """Build one table. `questions`: the `Row.question` of all tables; what distinguishes this table from others of its
     task becomes part of its name."""
@@ -97,17 +101,13 @@ def _board(
     has_models = len({row.shown["model"] for row in rows}) > 1
     frame = pd.DataFrame([row.framed for row in rows]).reset_index(drop=True)
     rows = sorted(rows, key=lambda row: (row.shown["method"] != "full", -row.shown["score"]))
-    tests = against([row.pair for row in rows])
+    tests = against([None if row.full is None else (row.framed["questions"], row.full) for row in rows])
+    names = [f"{row.shown['model']}: " * has_models + row.shown["variant"] for row in rows]
+    marks = markers({name: row.shown["method"] for name, row in zip(names, rows, strict=True)})
     cells = [
-        {
-            **row.shown,
-            "series": f"{row.shown['model']}: " * has_models + row.shown["variant"],
-            "against": test_data(tests.iloc[place]),
-        }
-        for place, row in enumerate(rows)
+        {**row.shown, "series": name, "marker": marks[name], "against": test_data(tests.iloc[place])}
+        for place, (name, row) in enumerate(zip(names, rows, strict=True))
     ]
-    marks = markers({cell["series"]: cell["method"] for cell in cells})
-    cells = [{**cell, "marker": marks[cell["series"]]} for cell in cells]
     return {
         "regime": regime,
         "task": task,
@@ -123,39 +123,34 @@ def _board(
 
 
 def _choice(rows: list[Row]) -> dict[str, Any]:
-    """Return what `choice.py` says about rows of one model that answered all questions of the table."""
-    scores, reference = {}, None
+    """Return what `choice.py` says about rows of one model that answered all questions of the table; without a full
+    cache there is nothing to choose, but some are best."""
+    reference = next((row.full for row in rows if row.full is not None), None)
+    asked = rows[0].framed["questions"] if reference is None else reference
+    scores = {}
     for row in rows:
-        if row.pair is not None and pd.notna(row.framed["ratio"]):
-            own, full = row.pair
-            reference = full if reference is None else reference
-            if own.index.equals(reference.index) and not own["score"].isna().any():
-                scores[row.shown["variant"], float(row.framed["ratio"])] = own["score"]
-    if reference is None or reference["score"].isna().any() or not scores:
+        own, is_full = row.framed["questions"], row.shown["method"] == "full"
+        is_comparable = not is_full and (row.full is not None or reference is None) and pd.notna(row.framed["ratio"])
+        if is_comparable and own.index.equals(asked.index) and not own["score"].isna().any():
+            scores[row.shown["variant"], float(row.framed["ratio"])] = own["score"]
+    if asked["score"].isna().any() or not scores:
         return {"choice": None, "best": []}
-    chosen = choose(scores, reference["score"], list(reference["cluster"]))
+    chosen = None if reference is None else choose(scores, reference["score"], list(reference["cluster"]))
     return {"choice": None if chosen is None else chosen.as_data(), "best": best_methods(scores)}
 
 
-def _shown(submission: str, group: Group, questions: pd.DataFrame, index: int) -> dict[str, Any]:
-    """Return the values shown for a cell, whose questions are given."""
-    cell, row = group.cells[index], group.frame.iloc[index]
+def _shown(submission: str, cell: dict[str, Any], framed: pd.Series, full: pd.DataFrame | None) -> dict[str, Any]:
+    """Return the values shown for a cell."""
     environment, protocol = cell.get("environment", {}), cell["protocol"]
-    full = _full_of(group, index)
     model = protocol["model"]
     return {
+        **cell_data(framed),
         "submission": submission,
         "model": Path(model).name if Path(model).is_absolute() else model,
         "revision": protocol["settings"].get("revision", ""),
-        "method": row["method"],
         "variant": variant(cell),
-        "size": f"budget {row['budget']:.0f}" if pd.isna(row["ratio"]) else exact(row["ratio"]),
-        "kept": kept(row["realised"], row["ratio"], row["budget"]),
-        "colour": colour(row["method"]),
-        **{name: number(row[name]) for name in CELL_NUMBERS},
-        "interval": _interval(questions, row),
-        "same": None if full is None else same_answers(group.samples, index, full),
-        "samples": int(row["samples"]),
+        "interval": interval(framed),
+        "same": None if full is None else same_answers(framed["questions"], full),
         "versions": environment.get("versions", {}),
         "environment": {name: environment[name] for name in ENVIRONMENT if name in environment},
         "code": cell.get("fingerprint", {}).get("code", ""),
@@ -164,21 +159,12 @@ def _shown(submission: str, group: Group, questions: pd.DataFrame, index: int) -
     }
 
 
-def _full_of(group: Group, index: int) -> int | None:
-    """Return the index of the full-cache cell to compare a cell with; None if its submission has none."""
-    protocol = protocol_of(group.cells[index])
-    for place, cell in enumerate(group.cells):
-        if cell["protocol"]["method"] == "full" and holds_full(protocol, protocol_of(cell)):
-            return place
-    return None
-
-
-def _interval(questions: pd.DataFrame, row: pd.Series) -> list[float] | None:
+def interval(framed: pd.Series) -> list[float] | None:
     """Return the 95 % interval of a score over its questions, clustered; for a score that is not their mean, from its
     standard error. None if it has neither."""
+    questions, score, error = framed["questions"], framed["score"], number(framed["stderr"])
     scores = questions["score"].astype(float)
-    if len(scores) and math.isclose(scores.mean(skipna=False), row["score"], abs_tol=1e-6):
+    if len(scores) and math.isclose(scores.mean(skipna=False), score, abs_tol=1e-6):
         ends = mean_interval(scores, questions["cluster"])
         return None if ends is None else [*ends]
-    error = number(row["stderr"])
-    return None if error is None else [row["score"] - WITHIN * error, row["score"] + WITHIN * error]
+    return None if error is None else [score - WITHIN * error, score + WITHIN * error]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvcompress.command_line import Parser, exit_code
+from kvcompress.command_line import Parser, returns_exit_code
 from kvcompress.files import check_output
 from kvcompress.flag_types import path
 
@@ -38,14 +38,9 @@ def parser() -> argparse.ArgumentParser:
     return this
 
 
+@returns_exit_code("files")
 def main(arguments: list[str]) -> int:
-    """Run the command and return its exit code; every error is one line on stderr."""
-    return exit_code(command, arguments, "files")
-
-
-def command(arguments: list[str]) -> int:
-    """Check the submissions or write the page, and return the exit code. Raises UsageError, KVCompressError or
-    EvaluationFailed."""
+    """Check the submissions or write the page; return 2 if a submission has problems."""
     given = parser().parse_args(arguments)
     folders = list(dict.fromkeys(given.folders))
     return check(folders) if given.check else write(folders, given.out)
@@ -69,17 +64,17 @@ def check(folders: list[Path]) -> int:
 
 def write(folders: list[Path], out: Path) -> int:
     """Write the page of all scored cells."""
-    from ..report.html.groups import load_groups
+    from ..report.groups import load_groups
     from ..report.html.page import write_page
     from .boards import Row, leaderboard, rows_of
-    from .tables import board, read
+    from .tables import board_of, read
 
     check_output(out.parent, out.name)
     rows: list[Row] = []
     tables: list[dict[str, Any]] = []
     for each in folders:
         with unpacked(each) as folder:
-            own = [board(table, name_of(each)) for table in read(folder)]
+            own = [board_of(table, name_of(each)) for table in read(folder)]
             tables += own
             if not own or any(folder.rglob(RESULTS_FILE)):
                 rows += rows_of(name_of(each), load_groups(folder))

@@ -10,12 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from kvcompress import KVCompressError
 
 from ..cells.results import exact
-from ..report.against import against
-from ..report.appearance import colour, markers
-from ..report.html.data import CELL_NUMBERS, test_data
-from ..report.numbers import kept
-from ..report.significance import mean_interval
-from .choice import best_methods, choose
+from ..report.html.data import CELL_NUMBERS, cell_data
+from .boards import Row, board, interval
 
 FILE = "tables.json"
 
@@ -80,57 +76,43 @@ def read(folder: Path) -> list[Table]:
         raise KVCompressError(f"{FILE} is no file of tables: {where} {first['msg']}".replace("  ", " ")) from None
 
 
-def board(table: Table, submission: str) -> dict[str, Any]:
+def board_of(table: Table, submission: str) -> dict[str, Any]:
     """Return a table of the leaderboard, as `boards.leaderboard` does."""
-    entries = sorted(table.entries, key=lambda entry: (entry.ratio is not None, -float(np.mean(entry.scores))))
-    clusters = range(len(entries[0].scores)) if table.clusters is None else table.clusters
-    frames = [pd.DataFrame({"score": one.scores, "cluster": clusters, "tokens_out": np.nan}) for one in entries]
-    full = next((frame for entry, frame in zip(entries, frames, strict=True) if entry.ratio is None), None)
-    pairs = [None if full is None or frame is full else (frame, full) for frame in frames]
-    tests, marks = against(pairs), markers({entry.method: entry.method for entry in entries})
-    cells = []
-    for place, entry in enumerate(entries):
-        interval, ratio = mean_interval(entry.scores, clusters), 1.0 if entry.ratio is None else entry.ratio
-        share = 1.0 if entry.ratio is None else entry.kept
-        known = {"ratio": ratio, "realised": share, "score": float(np.mean(entry.scores))}
-        cells.append(
+    count = len(table.entries[0].scores)
+    clusters = range(count) if table.clusters is None else table.clusters
+    every = [pd.DataFrame({"score": one.scores, "cluster": clusters, "tokens_out": np.nan}) for one in table.entries]
+    full = next((own for entry, own in zip(table.entries, every, strict=True) if entry.ratio is None), None)
+    question = table.task, "", table.metric, count
+    rows = []
+    for entry, questions in zip(table.entries, every, strict=True):
+        is_full = entry.ratio is None
+        framed = pd.Series(
             {
-                "submission": submission,
-                "model": table.model,
-                "revision": "",
-                "method": entry.method,
-                "variant": entry.method,
-                "series": entry.method,
-                "size": exact(ratio),
-                "kept": kept(share, ratio),
-                "colour": colour(entry.method),
-                "marker": marks[entry.method],
                 **dict.fromkeys(CELL_NUMBERS),
-                **known,
-                "interval": None if interval is None else [*interval],
-                "same": None,
-                "samples": len(entry.scores),
-                "versions": table.versions,
-                "environment": {},
-                "code": "",
-                "date": "",
-                "command": table.command,
-                "against": test_data(tests.iloc[place]),
+                "series": entry.method,
+                "method": entry.method,
+                "ratio": 1.0 if is_full else entry.ratio,
+                "asked": exact(1.0 if is_full else entry.ratio),
+                "realised": 1.0 if is_full else entry.kept,
+                "score": float(np.mean(entry.scores)),
+                "samples": count,
+                "too_short": False,
+                "questions": questions,
             }
         )
-    scores = {(entry.method, entry.ratio): entry.scores for entry in entries if entry.ratio is not None}
-    chosen = None if full is None else choose(scores, full["score"], table.clusters)
-    return {
-        "regime": table.regime,
-        "task": table.task,
-        "protocol": table.protocol,
-        "protocol_text": ", ".join(f"{name}={value}" for name, value in table.protocol.items())
-        + f"; {len(clusters)} questions",
-        "questions": len(clusters),
-        "metric": table.metric,
-        "scale": 100,
-        "warning": "",
-        "cells": cells,
-        "choice": None if chosen is None else chosen.as_data(),
-        "best": best_methods(scores),
-    }
+        shown = {
+            **cell_data(framed),
+            "submission": submission,
+            "model": table.model,
+            "revision": "",
+            "variant": entry.method,
+            "interval": interval(framed),
+            "same": None,
+            "versions": table.versions,
+            "environment": {},
+            "code": "",
+            "date": "",
+            "command": table.command,
+        }
+        rows.append(Row(question, table.protocol, framed, None if questions is full else full, shown))
+    return board(question, table.protocol, rows, table.regime)

@@ -4,15 +4,13 @@ NAME_needle hides needles among many pictures; NAME_document has documents of ma
 run with `./scripts/run_eval.sh NAME_needle MODEL METHOD RATIO --include_path DIR`; docs/long-pack.md has the details.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvcompress.command_line import Parser, called, exit_code
+from kvcompress.command_line import Parser, called, returns_exit_code
 from kvcompress.errors import nearest, shown
 from kvcompress.flag_types import number, path, whole
 
@@ -117,8 +115,9 @@ def pack_of(argv: list[str]) -> tuple[Pack, argparse.Namespace]:
     return pack, flags
 
 
-def command(argv: list[str]) -> None:
-    """Write the tasks. Raises UsageError or KVCompressError."""
+@returns_exit_code("tasks")
+def main(argv: list[str]) -> None:
+    """Write the tasks."""
     pack, flags = pack_of(argv)
     from kvcompress.files import check_output  # takes seconds, which a wrong flag should not wait for
 
@@ -133,11 +132,6 @@ def command(argv: list[str]) -> None:
         print(f"written: {file}, {count} questions, {(file.parent / DATA_FILE).stat().st_size / 1e6:.1f} MB")
     tasks = ",".join(file.stem for file in names)
     print(f"run: {called('eval')} {tasks} MODEL full,snapkv 0.2 --include_path {flags.out}")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code; every error is one line on stderr."""
-    return exit_code(command, argv, "tasks")
 
 
 if __name__ == "__main__":

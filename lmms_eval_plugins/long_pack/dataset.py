@@ -1,7 +1,5 @@
 """Write the generated questions as lmms-eval tasks, each a folder with a YAML and a parquet file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ MMLongBench-Doc (arXiv 2407.01523): about one page, about two, and unanswerable 
 Every number, heading and person occurs only once in a document.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from random import Random
 

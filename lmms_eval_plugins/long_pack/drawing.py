@@ -1,7 +1,5 @@
 """Draw the pictures of the haystack and the cards pasted into them, with text in Pillow's own scalable font."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ to retrieve it, to count it, or to find it by way of another. As in MileBench (a
 is an arbitrary number. Distractors surround the needle: sentences and cards of the same form with other names.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

@@ -1,7 +1,5 @@
 """The parts of a generated prompt, and how its pictures and pages look."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

@@ -3,8 +3,6 @@
 Names that questions ask for (`NAMES`, `SITES`, `FIRST_NAMES`, `LAST_NAMES`) never occur in filler sentences.
 """
 
-from __future__ import annotations
-
 from random import Random
 
 

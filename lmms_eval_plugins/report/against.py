@@ -39,6 +39,21 @@ def against(pairs: Sequence[tuple[pd.DataFrame, pd.DataFrame] | None], margin: f
     return frame.assign(holm=holm(frame["p_value"]))
 
 
+def against_full(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return what `against` says of each cell and the first one of the full cache; NaN if there is none.
+
+    Args:
+        frame: of a `groups.Group`.
+    """
+    first = frame.iloc[0]
+    return against(
+        [
+            (row.questions, first["questions"]) if first["method"] == "full" and row.method != "full" else None
+            for row in frame.itertuples()
+        ]
+    )
+
+
 COLUMNS = (
     "questions", "clusters", "difference", "low", "high", "p_value", "deviation", "holm", "not_worse",
     "broken", "mended", "tokens_out", "reference_tokens_out", "detects", "needed",

@@ -15,7 +15,7 @@ def pooled(frame: pd.DataFrame) -> pd.DataFrame:
     """Join the draws of each method, size and set of settings.
 
     Args:
-        frame: rows of `table.cell_row`, all of one task and model; also with a column `questions` (`question_frame`).
+        frame: rows of `table.cell_row`, all of one task and model; also with a column `questions`.
 
     Returns:
         The frame with one row for all draws: means, in `stderr` the standard deviation of their scores, in `draws` how
@@ -47,7 +47,7 @@ def _joined(draws: pd.DataFrame) -> pd.DataFrame:
 
 def _mean_questions(frames: list[pd.DataFrame]) -> pd.DataFrame:
     """Return the mean over draws of each question's numbers, with the first draw's answer."""
-    numbers = [name for name in ("score", "seconds", "tokens_out") if name in frames[0]]
+    numbers = ["score", "seconds", "tokens_out"]
     means = (
         pd.concat([frame[numbers] for frame in frames]).groupby(level=[0, 1]).agg(lambda own: own.mean(skipna=False))
     )

@@ -6,17 +6,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from kvcompress import KVCompressError
 
 from ..cells.errors import UsageError
-from ..cells.results import RESULTS_FILE, DamagedFile, exact, read_cell
+from ..cells.results import RESULTS_FILE
 from .against import MARGIN, against
 from .appearance import score_scale
-from .clusters import cluster_of
 from .draws import pooled
+from .groups import grouped, read_cells
 from .metrics import (
     Headroom,
     area_under_curve,
@@ -30,7 +29,7 @@ from .metrics import (
     speed_up,
 )
 from .numbers import kept, near, share
-from .table import KEPT, Headline, by_question, cell_row, headline
+from .table import KEPT, headline
 
 GROUP = ["task", "model", "settings"]  # only cells of one group are compared with each other
 
@@ -49,9 +48,8 @@ def load_grid(
 
     Returns:
         A frame with one row per cell, or for all draws of one (see `pooled`). Its columns are those of
-        `table.cell_row`, and `model`, `kept` (the realised share of the KV entries), `size` (what was requested, as
-        text: `0.2`, `budget=64`), `full` (the full cache's score), `relative`, `loyalty`, `speed_up`, `questions` (see
-        `question_frame`).
+        `table.sweep_frame`, but `size` is text (`0.2`, `budget=64`), and `questions` (see `groups.question_frame`),
+        `full` (the full cache's score), `relative`, `loyalty`, `speed_up`.
         A line for each thing left out: a damaged cell, or a set of settings without a cell of the full cache.
         If a cell answered other questions than the full cache, `relative`, `loyalty` and `speed_up` are of those that
         both answered.
@@ -60,69 +58,41 @@ def load_grid(
         UsageError: a folder without cells, no full cache at all, or a question without the field `cluster`.
         KVCompressError: a cell without a score, or one that shares no question with the full cache.
     """
-    rows, left_out = [], []
+    cells, left_out = [], []
     for folder in folders:
-        files = sorted(Path(folder).glob(f"[!.]*/{RESULTS_FILE}"))
-        if not files:
+        own, damaged = read_cells(Path(folder), "[!.]*")
+        if not own and not damaged:
             raise UsageError(f"no finished cell under {str(folder)!r} (expected <method>-<ratio>/{RESULTS_FILE})")
-        for file in files:
-            try:
-                cell, samples = read_cell(file.parent)
-            except (DamagedFile, FileNotFoundError) as error:
-                left_out.append(f"{file.parent}: {error}")
-                continue
-            row = cell_row(cell, metric, metric_filter)
-            if row["score"] is None:
-                raise KVCompressError(f"{file.parent} has no score (was it run with --predict_only?)")
-            row["kept"] = row["ratio"] if row["realised"] is None else row["realised"]
-            row["size"] = f"budget={row['budget']}" if row["ratio"] is None else exact(row["ratio"])
-            row["model"] = cell["protocol"]["model"]
-            questions = question_frame(cell, samples, headline(cell, metric, metric_filter), cluster)
-            rows.append({**row, "questions": questions})
-    if not rows:
+        cells += own
+        left_out += [f"{path}: {error}" for path, error in damaged.items()]
+    if not cells:
         raise UsageError(left_out[0])
+    for cell in cells:
+        if headline(cell, metric, metric_filter) is None:
+            raise KVCompressError(f"{cell['folder']} has no score (was it run with --predict_only?)")
     grids = []
-    for (task, model, settings), group in pd.DataFrame(rows).groupby(GROUP):
-        if (group["method"] == "full").any():
-            grids.append(_against_full(group))
+    for group in grouped(cells, metric, metric_filter, cluster):
+        if (group.frame["method"] == "full").any():
+            grids.append(_against_full(group.frame))
         else:
-            which = f"{task}, {model}" + (f" ({settings})" if settings else "")
             left_out.append(
-                f"{which}: no cell of the full cache to compare with; run the same command with METHOD full too"
+                f"{title_of(group.frame[GROUP].iloc[0])}: no cell of the full cache to compare with; run the same "
+                "command with METHOD full too"
             )
     if not grids:
         raise UsageError(left_out[-1])
     return pd.concat(grids, ignore_index=True), left_out
 
 
-def question_frame(
-    cell: dict[str, Any], samples: list[dict[str, Any]], found: Headline | None, cluster: str | None = None
-) -> pd.DataFrame:
-    """Return a cell's questions with columns `answer`, `score` (NaN if the metric has none per question), `seconds`,
-    `tokens_out`, `cluster` (see `cluster_of`) and `target`, the task's right answer as text.
-
-    The index is (task, doc_id), sorted.
-    """
-    rows = [
-        {
-            "task": sample["task"],
-            "doc_id": sample["doc_id"],
-            "answer": tuple(str(answer).strip() for answer in np.ravel(sample["filtered_resps"])),
-            "score": score,
-            "seconds": seconds(sample),
-            "tokens_out": tokens_out(sample),
-            "cluster": cluster_of(cell, sample, found, cluster),
-            "target": None if sample.get("target") is None else str(sample["target"]),
-        }
-        for sample, score in by_question(cell, samples, found)
-    ]
-    return pd.DataFrame(rows).set_index(["task", "doc_id"]).sort_index()
+def title_of(key: Sequence[str]) -> str:
+    """Return the title of a GROUP's values."""
+    task, model, settings = key
+    return f"{task}, {model}" + (f" ({settings})" if settings else "")
 
 
 def _against_full(group: pd.DataFrame) -> pd.DataFrame:
-    group = group.assign(is_full=group["method"] == "full").sort_values(
-        ["is_full", "series", "kept"], ascending=[False, True, False]
-    )
+    group = group.sort_values(["order", "series", "kept"], ascending=[True, True, False])
+    group = group.assign(size=group["asked"].str.replace(" ", "=")).drop(columns="order")
     first = group.iloc[0]
     full, relative, loyal, faster = first["questions"], [], [], []
     for row in group.itertuples():
@@ -135,8 +105,7 @@ def _against_full(group: pd.DataFrame) -> pd.DataFrame:
         relative.append(float(relative_scores([scores[0]], [scores[1]])[0]))
         loyal.append(loyalty(list(own["answer"]), list(other["answer"])))
         faster.append(speed_up(own["seconds"], other["seconds"]))
-    group = group.drop(columns="is_full").assign(full=first["score"], relative=relative, loyalty=loyal, speed_up=faster)
-    group = pooled(group)
+    group = pooled(group.assign(full=first["score"], relative=relative, loyalty=loyal, speed_up=faster))
     parts = headrooms(group)
     return group.assign(
         headroom=[found.part if found else math.nan for found in parts],
@@ -304,16 +273,3 @@ def _series(group: pd.DataFrame, name: str) -> pd.DataFrame:
         which = "names several series" if len(cells) else "is not a series"
         raise UsageError(f"{name!r} {which} of {group['task'].iloc[0]}; the series are: {names}")
     return cells
-
-
-def seconds(sample: dict[str, Any]) -> float:
-    """Return the seconds of a question's answer, or of all its answers together; NaN if a part was not timed."""
-    measured = sample.get("measurements", [sample["measurement"]])
-    if any(row.get("ttft_s") is None or (row["tpot_s"] is None and row["tokens_out"] > 1) for row in measured):
-        return math.nan
-    return sum(row["ttft_s"] + (row["tpot_s"] or 0) * (row["tokens_out"] - 1) for row in measured)
-
-
-def tokens_out(sample: dict[str, Any]) -> int:
-    """Return the tokens of a question's answer, or of all its answers together."""
-    return sum(row["tokens_out"] for row in sample.get("measurements", [sample["measurement"]]))

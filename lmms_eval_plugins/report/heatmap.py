@@ -21,50 +21,51 @@ from kvcompress.files import check_output, replacing
 from kvcompress.flag_types import shown
 
 from ..cells.errors import EvaluationFailed, UsageError, leave_out
-from ..cells.results import RESULTS_FILE, DamagedFile, exact, read_cell
 from . import terminal
 from .appearance import short_names
+from .groups import read_cells
 from .numbers import fixed, kept
 from .plots import plain
-from .table import KEPT, by_question, cell_row, headline
+from .table import KEPT, by_question, headline, sweep_frame
 from .terminal import fitted
 
 MOST_VALUES = 40  # of a column: more would not be legible
-OWN = {"settings", "method", "options", "series", "metric", "size", "kept", "score"}  # fields of a cell
+OF_CELL = ("settings", "method", "options", "series", "metric", "size", "kept")
 PANELS = 6  # per row of the figure, unless one method has more
 FEW = 5  # up to this many methods, each has its own row
+
+
+def named(column: str) -> str:
+    """Return the name of a question's column; `question.size` if a cell has one of the same name."""
+    return f"question.{column}" if column in (*OF_CELL, "score", "questions") else column
 
 
 def question_rows(
     root: Path, columns: Sequence[str], metric: str | None = None, metric_filter: str | None = None
 ) -> pd.DataFrame:
     """Return one row per question of every finished cell in `root`: `settings`, `series`, `size`, `kept`, `metric`,
-    `score` and the requested columns of the task's documents, None if a question lacks one.
+    `score` and the requested columns of the task's documents (`named`), None if a question lacks one.
 
     Raises EvaluationFailed if no finished cell has a score per question; KVCompressError for a column that the task
     does not have.
     """
+    cells, damaged = read_cells(root, "[!.]*")
+    for folder, error in damaged.items():
+        leave_out(folder, error)
     rows: list[dict[str, Any]] = []
     known: set[str] = set()
-    for file in sorted(root.glob(f"[!.]*/{RESULTS_FILE}")):
-        try:
-            cell, samples = read_cell(file.parent)
-        except (DamagedFile, FileNotFoundError) as error:
-            leave_out(file.parent, error)
-            continue
+    for cell in cells:
         found = headline(cell, metric, metric_filter)
         if found is None:
-            leave_out(file.parent, "it has no score of that metric and filter")
+            leave_out(cell["folder"], "it has no score of that metric and filter")
             continue
-        summary = cell_row(cell, metric, metric_filter)
-        size = exact(summary["ratio"]) if summary["ratio"] is not None else f"budget={summary['budget']}"
-        of_cell = {key: summary[key] for key in ("settings", "method", "options", "series", "metric")}
-        of_cell |= {"size": size, "kept": summary["ratio"] if summary["realised"] is None else summary["realised"]}
-        for sample, score in by_question(cell, samples, found):
+        summary = sweep_frame([cell], metric, metric_filter).iloc[0]
+        of_cell = {name: summary[name] for name in OF_CELL} | {"size": summary["asked"].replace(" ", "=")}
+        for sample, score in by_question(cell, cell["samples"], found):
             document = sample.get("doc") or {}
             known |= {key for key, value in document.items() if isinstance(value, str | int | float)}
             if not math.isnan(score):
-                rows.append({**of_cell, "score": score, **{name: document.get(name) for name in columns}})
+                rows.append({**of_cell, "score": score, **{named(name): document.get(name) for name in columns}})
     if not rows:
         raise EvaluationFailed(f"no finished cell with a score per question under {str(root)!r}")
     for name in columns:
@@ -76,7 +77,7 @@ def question_rows(
 def heatmap_table(rows: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
     """Return mean score and number of questions for each cell and each pair of values of the two columns."""
     by = ["series", "size", "kept", y, x]
-    grouped = rows.dropna(subset=[x, y]).groupby(by, sort=True)["score"]
+    grouped = rows.dropna(subset=[x, y]).groupby(by, sort=True, dropna=False)["score"]
     return grouped.agg(score="mean", questions="count").reset_index()
 
 
@@ -183,33 +184,32 @@ def write(flags: argparse.Namespace) -> None:
     columns = dict.fromkeys([flags.x, flags.y, *([flags.where[0]] if flags.where else [])])
     if flags.x == flags.y:
         raise UsageError(f"--x and --y are both {shown(flags.x)}")
-    if own := columns.keys() & OWN:
-        raise UsageError(f"column {min(own)!r}: a cell has a field of this name, so the task's own cannot be shown")
     rows = question_rows(flags.folder, list(columns), flags.metric, flags.filter)
     if flags.where:
         column, value = flags.where
-        rows = rows[rows[column].map(lambda own: own is not None and _short(own) == value)]
+        rows = rows[rows[named(column)].map(lambda own: own is not None and _short(own) == value)]
         if rows.empty:
             raise UsageError(f"--where {column}={shown(value)}: no question has this value")
-    for column in (flags.x, flags.y):
+    x, y = named(flags.x), named(flags.y)
+    for column in (x, y):
         if (count := rows[column].nunique()) > MOST_VALUES:
             raise UsageError(f"column {column!r} has {count} different values: at most {MOST_VALUES} can be shown")
     console = terminal.console()
     for settings, own in rows.groupby("settings"):
         parts = ["heatmap", flags.x, flags.y, *(flags.where or ()), settings]
         name = re.sub(r"[^\w.,=+@-]", "_", "-".join(filter(None, parts)))
-        for column in dict.fromkeys([flags.x, flags.y]):
+        for column in (x, y):
             console.print(by_column(own, column, console.width, f"{name}.csv"))
-        table = heatmap_table(own, flags.x, flags.y)
-        if missing := int(own[[flags.x, flags.y]].isna().any(axis=1).sum()):
-            console.print(f"{missing} of {len(own)} answers lack {flags.x} or {flags.y} and are not in the figure")
+        table = heatmap_table(own, x, y)
+        if missing := int(own[[x, y]].isna().any(axis=1).sum()):
+            console.print(f"{missing} of {len(own)} answers lack {x} or {y} and are not in the figure")
         if table.empty:
             continue
         path = flags.folder / f"{name}.png"
         names, shared = short_names(own)
         title = f"{flags.folder.parent.name}, {flags.folder.name}" + (f": {shared}" if shared else "")
         short = table.assign(series=table["series"].map(dict(zip(own["series"], names, strict=True))))
-        draw(short, flags.x, flags.y, title, own["metric"].iloc[0], path)
+        draw(short, x, y, title, own["metric"].iloc[0], path)
         with replacing(path.with_suffix(".csv")) as draft:
             table.to_csv(draft, index=False)
         for file in (path, path.with_suffix(".csv")):

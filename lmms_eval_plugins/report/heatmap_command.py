@@ -8,7 +8,7 @@ figure.
 
 import argparse
 
-from kvcompress.command_line import Parser, exit_code
+from kvcompress.command_line import Parser, returns_exit_code
 from kvcompress.flag_types import folder, label, shown
 
 
@@ -36,14 +36,10 @@ def parser() -> argparse.ArgumentParser:
     return this
 
 
-def command(argv: list[str]) -> None:
-    """Write the figures and their numbers. Raises UsageError, KVCompressError or EvaluationFailed."""
+@returns_exit_code("files")
+def main(argv: list[str]) -> None:
+    """Write the figures and their numbers."""
     flags = parser().parse_args(argv)
     from .heatmap import write
 
     write(flags)
-
-
-def main(argv: list[str]) -> int:
-    """Run the command and return its exit code; every error is one line on stderr."""
-    return exit_code(command, argv, "files")

@@ -7,7 +7,7 @@ import pandas as pd
 from .appearance import score_scale, short_names
 from .numbers import fixed, near, share
 from .short_answers import warning
-from .table import asked, by_layer, note, score_text, table_rows
+from .table import by_layer, note, score_text, table_rows
 
 PREAMBLE = "% needs \\usepackage{booktabs,longtable}\n\n"
 MOST_ROWS = 40  # longer tables break over pages
@@ -58,19 +58,19 @@ def scores(frame: pd.DataFrame, title: str) -> str:
 def scores_by_size(frame: pd.DataFrame, scale: int) -> pd.DataFrame:
     """Return scores as text, a row per series and a column per requested ratio or budget, the largest first. The share
     kept follows in brackets if it differs. Missing cells are empty."""
-    sizes = {asked(row): (pd.isna(row.ratio), -row.size) for row in frame.itertuples()}  # budgets after ratios
+    sizes = {row.asked: (pd.isna(row.ratio), -row.size) for row in frame.itertuples()}  # budgets after ratios
     columns = sorted(sizes, key=lambda size: sizes[size])
     table = pd.DataFrame("", index=list(dict.fromkeys(frame["series"])), columns=columns, dtype=object)
     for row in frame.itertuples():
         other = "" if near(row.realised, row.ratio) else f" ({share(row.realised)})"
-        table.loc[row.series, asked(row)] = score_text(row, scale) + other
+        table.loc[row.series, row.asked] = score_text(row, scale) + other
     return table
 
 
 def _best(frame: pd.DataFrame, scale: int) -> list[tuple[str, str]]:
     """Return series and size of the best scores after rounding, so that all equal ones are bold."""
     fair = [
-        (row.series, asked(row), float(fixed(scale * row.score, 1)))
+        (row.series, row.asked, float(fixed(scale * row.score, 1)))
         for row in frame.itertuples()
         if near(row.realised, row.ratio) and row.method != "hindsight" and pd.notna(row.score)
     ]

@@ -83,9 +83,7 @@ class Headroom:
     high: float
 
 
-def headroom(
-    scores: Numbers, random: Numbers, hindsight: Numbers, clusters: Sequence | None = None, resamples: int = 10_000
-) -> Headroom | None:
+def headroom(scores: Numbers, random: Numbers, hindsight: Numbers, clusters: Sequence | None = None) -> Headroom | None:
     """Return (mean of scores - mean of random) / (mean of hindsight - mean of random) for the same questions at one
     ratio. None if hindsight is not above random.
 
@@ -121,7 +119,7 @@ def headroom(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DegenerateDataWarning)  # draws without a way to go are left out below
         drawn = bootstrap(
-            pair, part, n_resamples=resamples, paired=True, vectorized=True, method="percentile", rng=0,
+            pair, part, n_resamples=10_000, paired=True, vectorized=True, method="percentile", rng=0,
             batch=max(1, 1_000_000 // len(of_cluster)),
         )  # fmt: skip
     low, high = np.nanpercentile(drawn.bootstrap_distribution, [2.5, 97.5])

@@ -2,7 +2,7 @@
 
 import argparse
 
-from kvcompress.command_line import Parser, exit_code
+from kvcompress.command_line import Parser, returns_exit_code
 from kvcompress.flag_types import folder, fraction, label, number
 
 
@@ -23,14 +23,10 @@ def parser() -> argparse.ArgumentParser:
     return this
 
 
-def command(argv: list[str]) -> None:
-    """Print the metrics. Raises UsageError or KVCompressError."""
+@returns_exit_code("results")
+def main(argv: list[str]) -> None:
+    """Print the metrics."""
     flags = parser().parse_args(argv)
     from .metrics_tables import show_metrics
 
     show_metrics(flags)
-
-
-def main(argv: list[str]) -> int:
-    """Run the command and return its exit code; every error is one line on stderr."""
-    return exit_code(command, argv, "results")

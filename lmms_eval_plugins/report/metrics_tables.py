@@ -1,9 +1,7 @@
 """Terminal tables of a grid's metrics."""
 
 import argparse
-import math
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -14,8 +12,8 @@ from . import terminal
 from .against import columns, explanation
 from .appearance import score_scale, short_names
 from .gate import answered_blind, gate_lines
-from .grid import GROUP, curves, load_grid, overall, paired_tests
-from .numbers import fixed, kept, share
+from .grid import GROUP, curves, load_grid, overall, paired_tests, title_of
+from .numbers import fixed, kept, share, text_of
 from .short_answers import warning
 from .table import KEPT, print_warning
 from .terminal import fitted
@@ -42,7 +40,8 @@ def show_metrics(flags: argparse.Namespace) -> None:
     warnings = [line for group in groups for line in (warning(group), *gate_lines(group)) if line]
     if flags.json:
         tested = pd.concat([pd.DataFrame(), *found.values()], ignore_index=True)
-        frames = {"cells": grid.drop(columns="questions"), "curves": lines, "overall": summary, "tests": tested}
+        cells = grid.drop(columns=["questions", "asked"])
+        frames = {"cells": cells, "curves": lines, "overall": summary, "tests": tested}
         records = {name: _records(frame) for name, frame in {**frames, "compared": compared}.items()}
         blind = [dict(zip(("task", "doc_id"), key, strict=True)) for group in groups for key in answered_blind(group)]
         print(dumps({**records, "answered_blind": blind, "warnings": warnings}, indent=2))
@@ -52,7 +51,7 @@ def show_metrics(flags: argparse.Namespace) -> None:
         console.print(table)
     for name, frame in found.items():
         for key, group in frame.groupby(GROUP):
-            title = f"{_title(key)} against {name}"
+            title = f"{title_of(key)} against {name}"
             console.print(_tests_table(group, title, ["series", KEPT], flags, console.width))
     if len(compared):
         console.print(_tests_table(compared, "A - B", ["task", "a", "b"], flags, console.width))
@@ -80,24 +79,19 @@ def terminal_tables(grid: pd.DataFrame, lines: pd.DataFrame, summary: pd.DataFra
     return tables
 
 
-def _title(key: Sequence[str]) -> str:
-    task, model, settings = key
-    return f"{task}, {model}" + (f" ({settings})" if settings else "")
-
-
 def _cells_table(group: pd.DataFrame, width: int) -> Table:
-    scale, title = score_scale(group), _title(group[GROUP].iloc[0])
+    scale, title = score_scale(group), title_of(group[GROUP].iloc[0])
     metric, against_full = group["metric"].iloc[0], ("of full", "loyalty", "speed-up")
     has_headroom = group["headroom"].notna().any()  # only if the grid has `random` and `hindsight`
     headroom = ["headroom"] if has_headroom else []
     header, rows = ["method", KEPT, metric, *headroom, *against_full, "answers/s", "tokens/correct"], []
     names, shared = short_names(group)
     for name, row in zip(names, group.itertuples(), strict=True):
-        values = [_percent(row.relative) + " %", _percent(row.loyalty) + " %", f"{fixed(row.speed_up, 2)}x"]
-        values += [_number(row.answers_per_s), _number(row.tokens_per_correct)]
+        values = [text_of(row.relative, 1, 100) + " %", text_of(row.loyalty, 1, 100) + " %"]
+        values += [text_of(row.speed_up, 2, 1, "x"), text_of(row.answers_per_s, 1), text_of(row.tokens_per_correct, 1)]
         if has_headroom:
-            interval = f"[{_percent(row.headroom_low, 0)}, {_percent(row.headroom_high, 0)}] %"
-            values.insert(0, "-" if pd.isna(row.headroom) else f"{_percent(row.headroom, 0)} {interval}")
+            interval = f"[{text_of(row.headroom_low, 0, 100)}, {text_of(row.headroom_high, 0, 100)}] %"
+            values.insert(0, "-" if pd.isna(row.headroom) else f"{text_of(row.headroom, 0, 100)} {interval}")
         score = fixed(scale * row.score, 1) + (f" ± {fixed(scale * row.stderr, 1)}" if row.draws > 1 else "")
         rows.append([name, kept(row.realised, row.ratio, row.budget), score, *values])
     title = "\n".join(filter(None, [title, shared]))
@@ -109,9 +103,9 @@ def _curves_table(lines: pd.DataFrame, width: int) -> Table:
     within = f"within {first['points']:g} point{'s' if first['points'] != 1 else ''}"
     header, rows = ["method", "area", f"smallest share {within}", f"answers/s {within}", "its tokens/answer"], []
     for row in lines.itertuples():
-        speed = _number(row.answers_per_s) + f" (full {_number(row.full_answers_per_s)})"
-        length = _number(row.tokens_out) + f" (full {_number(row.full_tokens_out)})"
-        rows.append([row.series, _percent(row.area) + " %", share(row.smallest), speed, length])
+        speed = text_of(row.answers_per_s, 1) + f" (full {text_of(row.full_answers_per_s, 1)})"
+        length = text_of(row.tokens_out, 1) + f" (full {text_of(row.full_tokens_out, 1)})"
+        rows.append([row.series, text_of(row.area, 1, 100) + " %", share(row.smallest), speed, length])
     caption = f"Area: mean of score / full score from {share(first['from'])} of the KV entries to 1, on a log axis."
     return fitted(width, header, rows, caption=caption)
 
@@ -120,9 +114,9 @@ def _overall_table(summary: pd.DataFrame, width: int) -> Table:
     header = ["model", "method", KEPT, "tasks", "OP", "mean", "min", "OG", "OL", "least OL", "OE", "least OE"]
     rows = []
     for row in summary.itertuples():
-        shares = [_percent(value) for value in (row.op, row.mean, row.min, row.og, row.ol, row.ol_min)]
+        shares = [text_of(value, 1, 100) for value in (row.op, row.mean, row.min, row.og, row.ol, row.ol_min)]
         name = row.model + (f" ({row.settings})" if row.settings else "")
-        speed_ups = [f"{fixed(value, 2)}x" for value in (row.oe, row.oe_min)]
+        speed_ups = [text_of(value, 2, 1, "x") for value in (row.oe, row.oe_min)]
         size = kept(row.kept, row.ratio, row.budget)
         rows.append([name, row.series, size, str(len(row.tasks)), *shares, *speed_ups])
     caption = "OP: root mean square of score / full score; OG: its deviation / mean. Kept: mean over the tasks."
@@ -142,11 +136,3 @@ def _tests_table(rows: pd.DataFrame, title: str, names: list[str], flags: argpar
         ("questions", "mended", "p", "tokens/answer"),
     )
     return fitted(width, header, cells, title, caption, names.index(names[-2]), droppable, ELSEWHERE)
-
-
-def _number(value: float | None) -> str:
-    return "-" if pd.isna(value) else fixed(value, 1)
-
-
-def _percent(value: float, digits: int = 1) -> str:
-    return "-" if math.isnan(value) else fixed(100 * value, digits)

@@ -19,6 +19,11 @@ def fixed(value: float, digits: int) -> str:
     return f"{Decimal(float(value)).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP):f}"
 
 
+def text_of(value: float | None, digits: int, factor: float = 1, unit: str = "") -> str:
+    """Format a number with its unit, as `fixed` rounds it; `-` if it is missing."""
+    return "-" if pd.isna(value) else fixed(factor * value, digits) + unit
+
+
 def share(value: float) -> str:
     """Format a share of KV entries with at least three decimals and three significant digits: 0.201, 0.0125."""
     return fixed(value, max(3, 2 - math.floor(math.log10(value))) if value > 0 else 3)

@@ -5,8 +5,6 @@ from typing import Any
 
 import pandas as pd
 
-from ..cells.results import exact
-
 MOST_TOKENS = 2  # one token and the end of the text
 EXPLANATION = (
     "With first_token=full the first token is computed on the whole cache, so such answers cannot show compression; "
@@ -46,8 +44,7 @@ def warning(frame: pd.DataFrame) -> str:
     others = frame[~frame["too_short"] & (frame["realised"].astype(float) < 1)]
     sizes: dict[str, list[str]] = {}
     for row in short.itertuples():
-        size = exact(row.ratio) if pd.notna(row.ratio) else f"budget {row.budget:.0f}"
-        sizes.setdefault(row.series, []).append(size)
+        sizes.setdefault(row.series, []).append(row.asked)
     cells = ", ".join(f"{series} ({', '.join(own)})" for series, own in sizes.items())
     of = f" of {cells}" if len(others) else ""
     tokens = "1 token" if short["tokens_out"].max() <= 1 else f"at most {MOST_TOKENS} tokens"

@@ -25,7 +25,7 @@ from . import terminal
 from .appearance import score_scale, short_names
 from .draws import pooled
 from .metrics import tokens_per_correct
-from .numbers import fixed, kept, near, shares
+from .numbers import fixed, kept, near, shares, text_of
 from .short_answers import too_short, warning
 from .terminal import fitted
 
@@ -235,11 +235,13 @@ def cell_row(cell: dict[str, Any], metric: str | None = None, metric_filter: str
 
     return {
         "task": protocol["task"],
+        "model": protocol["model"],
         "series": " ".join((protocol["method"], *options)),
         "method": protocol["method"],
         "options": options,
         "ratio": protocol["ratio"],
         "budget": protocol["budget"],
+        "asked": exact(protocol["ratio"]) if protocol["ratio"] is not None else f"budget {protocol['budget']:.0f}",
         "realised": realised.get("mean"),
         "per_layer": realised.get("per_layer"),
         "metric": found.name if found else "",
@@ -269,7 +271,8 @@ def sweep_frame(
     cells: list[dict[str, Any]], metric: str | None = None, metric_filter: str | None = None
 ) -> pd.DataFrame:
     """Return all cells as a frame: the full cache first, then by method, the largest ratio or budget first. `size` is
-    the requested ratio or budget; `kept` the realised share of the KV entries, or the ratio if none was measured."""
+    the requested ratio or budget, `asked` the same as text (`0.2`, `budget 64`); `kept` the realised share of the KV
+    entries, or the ratio if none was measured."""
     frame = pd.DataFrame([cell_row(cell, metric, metric_filter) for cell in cells])
     frame["order"] = frame["method"] != "full"
     frame["size"] = frame["ratio"].fillna(frame["budget"]).astype(float)
@@ -292,10 +295,10 @@ def table_rows(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     header = [column.format(metric=frame["metric"].iloc[0] or "score") for column in TABLE_COLUMNS]
     rows, scale = [], score_scale(frame)
     for row in frame.itertuples():
-        ttft, tpot = _number(row.ttft_s, 1, 1e3, " ms"), _number(row.tpot_s, 1, 1e3, " ms")
+        ttft, tpot = text_of(row.ttft_s, 1, 1e3, " ms"), text_of(row.tpot_s, 1, 1e3, " ms")
         questions = str(row.samples) if row.scored == row.samples else f"{row.scored} of {row.samples}"
         kv = [_bytes(row.kv_bytes), _bytes(row.kv_room_bytes)]
-        speed, tokens = _number(row.answers_per_s, 1), _number(row.tokens_per_correct, 1)
+        speed, tokens = text_of(row.answers_per_s, 1), text_of(row.tokens_per_correct, 1)
         size = kept(row.realised, row.ratio, row.budget)
         rows.append([row.series, size, score_text(row, scale), ttft, tpot, *kv, speed, tokens, questions])
     return header, rows
@@ -303,12 +306,7 @@ def table_rows(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
 
 def score_text(row: Any, scale: int) -> str:
     """Format the score of a frame's row, with its standard error if it has one."""
-    return _number(row.score, 1, scale) + (f" ± {fixed(scale * row.stderr, 1)}" if pd.notna(row.stderr) else "")
-
-
-def asked(row: Any) -> str:
-    """Format the ratio or budget requested for a frame's row."""
-    return exact(row.ratio) if pd.notna(row.ratio) else f"budget {row.budget:.0f}"
+    return text_of(row.score, 1, scale) + (f" ± {fixed(scale * row.stderr, 1)}" if pd.notna(row.stderr) else "")
 
 
 def by_layer(frame: pd.DataFrame) -> str:
@@ -320,10 +318,6 @@ def by_layer(frame: pd.DataFrame) -> str:
         if not near(row.realised, row.ratio) and isinstance(row.per_layer, list) and (layers := shares(row.per_layer))
     ]
     return "Kept by layer: " + "; ".join(lines) + "." if lines else ""
-
-
-def _number(value: float | None, digits: int, factor: float = 1, unit: str = "") -> str:
-    return "-" if pd.isna(value) else fixed(factor * value, digits) + unit
 
 
 def _bytes(value: float | None) -> str:

@@ -6,7 +6,7 @@ table and plots, written beside the cells as `report[-key=value...].md` and `.pn
 
 import argparse
 
-from kvcompress.command_line import Parser, exit_code
+from kvcompress.command_line import Parser, returns_exit_code
 from kvcompress.flag_types import folder, label
 
 from ..cells.errors import EvaluationFailed
@@ -20,15 +20,16 @@ def parser() -> argparse.ArgumentParser:
     return this
 
 
-def command(argv: list[str]) -> None:
-    """Write table and plots. Raises UsageError, KVCompressError, or EvaluationFailed if there is no finished cell."""
+@returns_exit_code("files")
+def main(argv: list[str]) -> None:
+    """Write table and plots."""
     flags = parser().parse_args(argv)
     from kvcompress.files import check_output
 
-    from ..cells.results import RESULTS_FILE
+    from .groups import cell_folders
     from .table import report
 
-    folders = {file.parent.parent for file in flags.folder.rglob(f"[!.]*/{RESULTS_FILE}")} or {flags.folder}
+    folders = {cell.parent for cell in cell_folders(flags.folder, "**/[!.]*")} or {flags.folder}
     for each in folders:
         check_output(each)
     try:
@@ -36,8 +37,3 @@ def command(argv: list[str]) -> None:
             report(each, metric=flags.metric, metric_filter=flags.filter)
     except FileNotFoundError as error:
         raise EvaluationFailed(error) from error
-
-
-def main(argv: list[str]) -> int:
-    """Run the command and return its exit code; every error is one line on stderr."""
-    return exit_code(command, argv, "files")

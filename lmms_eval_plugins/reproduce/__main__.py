@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvcompress.command_line import Parser, exit_code
+from kvcompress.command_line import Parser, returns_exit_code
 from kvcompress.flag_types import count_or_fraction, folder, label, path
 
 from ..cells.machine import check_environment
@@ -44,23 +44,19 @@ def parser() -> argparse.ArgumentParser:
     return this
 
 
-def command(argv: list[str]) -> int:
-    """Run the grid, write the table, and return the exit code. Raises UsageError or KVCompressError."""
+@returns_exit_code("cells")
+def main(argv: list[str]) -> int:
+    """Run the grid, write the table, and return the exit code. The table is written unless the input is bad.
+
+    0: every cell that lmms-eval can run has a result. 1: a cell failed, or this machine lacks a GPU or model for it.
+    Other codes are those of the evaluation command.
+    """
     check_environment()
     flags, extra = parser().parse_known_args(argv)
     parse(["tiny_textvqa", "tiny", "full", "1", *extra])  # to report a wrong flag at once
     from .grid import reproduce
 
     return reproduce(flags, extra)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code. The table is written unless the input is bad.
-
-    0: every cell that lmms-eval can run has a result. 1: a cell failed, or this machine lacks a GPU or model for it.
-    Other codes are those of the evaluation command.
-    """
-    return exit_code(command, argv, "cells")
 
 
 if __name__ == "__main__":

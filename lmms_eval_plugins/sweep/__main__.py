@@ -4,14 +4,14 @@
 """
 
 import argparse
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvcompress.command_line import Parser, exit_code
+from kvcompress.command_line import Parser, returns_exit_code
+from kvcompress.errors import KVCompressError
 from kvcompress.flag_types import count_or_fraction, folder, label, path, whole
 
 from ..cells.errors import EvaluationFailed, UsageError
@@ -52,19 +52,23 @@ def run(argv: list[str]) -> None:
         raise UsageError(f"NUM_PROCESSES={number_of_processes()} with --ray: a trial on Ray is one process")
     try:
         from .config import read_config
+
+        if flags.ray is not None:
+            from .ray_cluster import run_on_ray
     except ImportError as error:
         raise EvaluationFailed(f"{error.name} is not installed: pip install 'kvcompress[sweep]'") from error
     config = read_config(flags.config, overrides, flags.name)
-    with _naming(flags.config):
+    try:
         _check_task(config.values("model"), config.values("task"), _include_path(config.constants))
-    from kvcompress.files import check_output
+        from kvcompress.files import check_output
 
-    from .runner import Sweep, check_trials, locked, run_here
-    from .table import write_table
+        from .runner import Sweep, check_trials, locked, run_here
+        from .table import write_table
 
-    quiet("WARNING")
-    with _naming(flags.config):
+        quiet("WARNING")
         check_trials(config, flags.output_path)
+    except KVCompressError as error:
+        raise UsageError(f"{flags.config}: {error}") from None
     check_output(flags.output_path / "sweeps" / config.name)
     with locked(flags.output_path / "sweeps" / config.name):
         sweep = Sweep(config, flags.output_path, flags.seed, flags.trials)
@@ -72,26 +76,11 @@ def run(argv: list[str]) -> None:
         if flags.ray is None:
             run_here(sweep)
         else:
-            try:
-                from .ray_cluster import run_on_ray
-            except ImportError as error:
-                raise EvaluationFailed(f"{error.name} is not installed: pip install 'kvcompress[sweep]'") from error
             run_on_ray(sweep, flags.ray, flags.cpus_per_trial or 1, flags.workers)
         write_table(sweep)
     if sweep.failures:
         failed = f"{len(sweep.failures)} of {sweep.trials.total} trials failed; the same command tries them again"
         raise EvaluationFailed(f"{failed}; the last: {sweep.failures[-1]}")
-
-
-@contextlib.contextmanager
-def _naming(config: object) -> Iterator[None]:
-    """Prefix errors of trials with the sweep file's name."""
-    from kvcompress import KVCompressError
-
-    try:
-        yield
-    except KVCompressError as error:
-        raise UsageError(f"{config}: {error}") from None
 
 
 def trial(argv: list[str]) -> None:
@@ -127,18 +116,14 @@ def _checked(kind: Callable[[str], Path], parameter: str, value: Any) -> Path:
         raise UsageError(f"{parameter}={error}") from None
 
 
-def command(argv: list[str]) -> None:
+@returns_exit_code("trials")
+def main(argv: list[str]) -> None:
     """Dispatch to `run` or `trial`."""
     commands = {"run": run, "trial": trial}
     if not argv or argv[0] not in commands:
         raise UsageError(f"{argv[0] if argv else 'nothing'!r} is neither run nor trial; both are in docs/sweeps.md")
     check_environment()
     commands[argv[0]](argv[1:])
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code; every error is one line on stderr."""
-    return exit_code(command, argv, "trials")
 
 
 def run_main(argv: list[str]) -> int:

@@ -17,6 +17,8 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
+from kvcompress.errors import one_line
+
 from ..cells.errors import UsageError
 from ..cells.results import write_text
 from .config import SweepConfig
@@ -65,8 +67,9 @@ class Trials:
             self._left = self._resume(grid)
             self._drawn = len(self.drawn())
         except Exception as error:  # optuna raises anything for a damaged journal
+            what = one_line(f"{type(error).__name__}: {error}")
             raise UsageError(
-                f"{folder / JOURNAL_FILE} cannot be read ({_one_line(error)}): remove it; finished cells are kept"
+                f"{folder / JOURNAL_FILE} cannot be read ({what}): remove it; finished cells are kept"
             ) from error
 
     def _resume(self, grid: list[dict[str, Any]] | None) -> deque[Trial]:
@@ -141,12 +144,9 @@ def _check_same_sweep(config: SweepConfig, folder: Path, seed: int) -> None:
     try:
         stored = dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UsageError(f"{path} is damaged ({_one_line(error)}): remove it") from None
+        what = one_line(f"{type(error).__name__}: {error}")
+        raise UsageError(f"{path} is damaged ({what}): remove it") from None
     if changed := sorted(key for key in wanted if stored.get(key) != json.loads(json.dumps(wanted[key]))):
         raise UsageError(
             f"{folder} holds another sweep of this name ({', '.join(changed)} changed): give --name, or remove it"
         )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pandas as pd
-from rich.console import Console
 
 from kvcompress.files import write_text
 
@@ -28,10 +27,10 @@ from .trial import FLAGS, read_results
 FURTHER = ("throughput", "peak_memory_bytes", "accuracy_stderr")
 
 
-def write_table(sweep: Sweep, console: Console | None = None) -> None:
+def write_table(sweep: Sweep) -> None:
     """Print the finished trials and write them to `report.md` in the sweep's folder, one table per task: a grid in its
     order, other sweeps with the best first. Trials that share a cell, such as `full` at two ratios, share a row."""
-    console, path = console or terminal.console(), sweep.folder / "report.md"
+    console, path = terminal.console(), sweep.folder / "report.md"
     text = f"# Sweep {markdown_text(sweep.config.name)}\n"
     for task, rows in trial_rows(sweep).groupby("task", sort=False):
         header, lines = table(sweep, rows)

@@ -11,15 +11,15 @@ import pandas as pd
 
 from ...cells.errors import leave_out
 from ...cells.kept_tokens_file import IMAGES_FOLDER, needs, needs_kept, read_kept_tokens, shares
-from ...cells.results import DamagedFile, exact
-from ..against import MARGIN
+from ...cells.results import DamagedFile
+from ..against import MARGIN, against_full
 from ..appearance import colour, markers, score_scale
 from ..gate import gate_lines
 from ..grid import headrooms
+from ..groups import Group
 from ..metrics import loyalty
 from ..numbers import kept
 from ..short_answers import warning
-from .groups import Group, against_full, with_questions
 
 MOST_QUESTIONS = 1000  # per group on the page; the files with all samples have no such limit
 CELL_NUMBERS = (
@@ -31,69 +31,74 @@ CELL_NUMBERS = (
 def page_data(groups: list[Group]) -> dict[str, Any]:
     """Return the data of the page, JSON-ready; its `images` maps each file to its data URL."""
     images: dict[str, str | None] = {}
-    shown = [_group_data(group, images) for group in groups]
+    shown = [page_group(group, [_entries(cell["folder"], images) for cell in group.cells]) for group in groups]
     return {"groups": shown, "images": {file: url for file, url in images.items() if url}}
 
 
-def _group_data(group: Group, images: dict[str, str | None]) -> dict[str, Any]:
-    frame, samples = group.frame, group.samples
-    entries = [_entries(cell["folder"], images) for cell in group.cells]
+def page_group(group: Group, entries: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return the data of one group; `entries`: of each cell, as from `read_kept_tokens`."""
+    frame = group.frame
     overlays = overlay_data(entries)
     needed = needs_by_question(entries)
-    with_own = with_questions(group)
-    parts, tests = headrooms(with_own), against_full(with_own)
+    parts, tests = headrooms(frame), against_full(frame)
+    first = frame.iloc[0]
     varied = varied_options([cell["protocol"] for cell in group.cells])
     marks, cells = markers(dict(zip(frame["series"], frame["method"], strict=True))), []
     for index, row in enumerate(frame.itertuples()):
         efficiency = group.cells[index]["efficiency"]
         cells.append(
             {
-                "series": row.series,
-                "method": row.method,
-                "size": f"budget {row.budget:.0f}" if pd.isna(row.ratio) else exact(row.ratio),
-                "kept": kept(row.realised, row.ratio, row.budget),
-                "colour": colour(row.method),
+                **cell_data(row),
                 "marker": marks[row.series],
-                **{name: number(getattr(row, name)) for name in CELL_NUMBERS},
-                "samples": int(row.samples),
                 "options": varied[index],
                 "against": test_data(tests.iloc[index]),
-                "same": same_as_full(samples, frame, index),
+                "same": same_answers(row.questions, first["questions"]) if first["method"] == "full" else None,
                 "headroom": None if parts[index] is None else [*astuple(parts[index])],
                 "per_layer": efficiency.get("realised_ratio", {}).get("per_layer"),
                 "per_head": mean_shares(entries[index]),
                 "needs_kept": mean_needs_kept(entries[index], needed),
             }
         )
-    questions, pivot = [], {}
-    if len(samples):
-        columns = ["task", "doc_id"]
-        pivot = {
-            name: samples.pivot_table(index=columns, columns="cell", values=name, aggfunc="first")
-            for name in ("answer", "score")
+    every = pd.concat(frame["questions"].tolist())
+    every = every[~every.index.duplicated()].sort_index()
+    of_cells = {
+        name: pd.concat([own[name] for own in frame["questions"]], axis=1).reindex(every.index).astype(object)
+        for name in ("answer", "score")
+    }
+    answers, scores = (values.where(values.notna(), None) for values in of_cells.values())
+    questions = [
+        {
+            "key": f"{row.Index[0]}/{row.Index[1]}",
+            "q": row.question,
+            "gold": row.gold,
+            "a": answers.loc[row.Index].tolist(),
+            "s": scores.loc[row.Index].tolist(),
         }
-        first = samples.drop_duplicates(columns).sort_values(columns)
-        for row in first.head(MOST_QUESTIONS).itertuples():
-            key = (row.task, row.doc_id)
-            questions.append(
-                {
-                    "key": f"{row.task}/{row.doc_id}",
-                    "q": row.question,
-                    "gold": row.gold,
-                    "a": [_at(pivot["answer"], key, index) for index in range(len(cells))],
-                    "s": [_at(pivot["score"], key, index) for index in range(len(cells))],
-                }
-            )
+        for row in every.head(MOST_QUESTIONS).itertuples()
+    ]
     return {
         "title": group.title,
         "made": made(group.cells),
         "metric": frame["metric"].iloc[0] or "score",
         "scale": score_scale(frame),
-        "warning": "; ".join(filter(None, [warning(frame), *gate_lines(with_own)])),
+        "warning": "; ".join(filter(None, [warning(frame), *gate_lines(frame)])),
         "cells": cells,
-        "all_questions": samples[["task", "doc_id"]].drop_duplicates().shape[0] if len(samples) else 0,
+        "all_questions": len(every),
         "questions": questions,
         "overlays": overlays,
+    }
+
+
+def cell_data(row: Any) -> dict[str, Any]:
+    """Return what every page shows of a cell, from its row in the frame of a `Group`."""
+    return {
+        "series": row.series,
+        "method": row.method,
+        "size": row.asked,
+        "kept": kept(row.realised, row.ratio, row.budget),
+        "colour": colour(row.method),
+        **{name: number(getattr(row, name)) for name in CELL_NUMBERS},
+        "samples": int(row.samples),
     }
 
 
@@ -166,14 +171,7 @@ def overlay_data(entries: list[list[dict[str, Any]]]) -> dict[str, Any]:
                 f"{entry['task']}/{entry['doc_id']}",
                 {**{name: entry[name] for name in ("layers", "kv_heads", "pieces", "images")}, "cells": {}},
             )
-            overlay["cells"][index] = {
-                "vision": entry["vision"],
-                "text": entry["text"],
-                "shares": {
-                    kind: None if (share := shares(entry, kind)) is None else round(float(share.mean()), 4)
-                    for kind in ("vision", "text")
-                },
-            }
+            overlay["cells"][index] = {"vision": entry["vision"], "text": entry["text"]}
     return overlays
 
 
@@ -187,16 +185,9 @@ def test_data(row: pd.Series) -> dict[str, float] | None:
     return {**{name: number(row[name]) for name in TEST_NUMBERS}, "margin": MARGIN}
 
 
-def same_as_full(samples: pd.DataFrame, frame: pd.DataFrame, index: int) -> float | None:
-    """Return the share of a cell's questions with the full cache's answer; None without a full cache or answers."""
-    return same_answers(samples, index, 0) if frame["method"][0] == "full" and len(samples) else None
-
-
-def same_answers(samples: pd.DataFrame, index: int, other: int) -> float | None:
+def same_answers(own: pd.DataFrame, full: pd.DataFrame) -> float | None:
     """Return the share of two cells' common questions that both answer alike; None if they have none in common."""
-    columns = ["task", "doc_id"]
-    full, own = (samples[samples["cell"] == cell].set_index(columns)["answer"] for cell in (other, index))
-    both = pd.concat([own, full], axis=1, keys=["own", "full"], join="inner")
+    both = pd.concat([own["answer"], full["answer"]], axis=1, keys=["own", "full"], join="inner")
     return loyalty(list(both["own"]), list(both["full"])) if len(both) else None
 
 
@@ -227,14 +218,6 @@ def mean_needs_kept(entries: list[dict[str, Any]], needed: dict[str, np.ndarray]
 
 def data_url(jpeg: bytes) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(jpeg).decode()
-
-
-def _at(pivot: pd.DataFrame, key: tuple, index: int) -> Any:
-    """Return a value of a pivot table; None if it is missing."""
-    if index not in pivot.columns or key not in pivot.index:
-        return None
-    value = pivot.at[key, index]
-    return None if pd.isna(value) else value
 
 
 def number(value: Any) -> float | None:

@@ -7,7 +7,7 @@ import argparse
 import os
 from pathlib import Path
 
-from kvcompress.command_line import Parser, exit_code
+from kvcompress.command_line import Parser, returns_exit_code
 from kvcompress.files import check_output
 from kvcompress.flag_types import folder, path
 
@@ -34,18 +34,14 @@ def folder_or_speech(text: str) -> Path:
     return path(text).resolve() if is_file else folder(text)
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command and return its exit code; every error is one line on stderr."""
-    return exit_code(report, arguments, "files")
-
-
-def report(arguments: list[str]) -> None:
-    """Write the report. Raises UsageError, or KVCompressError if there are no results."""
+@returns_exit_code("files")
+def main(arguments: list[str]) -> None:
+    """Write the report."""
     given = parser().parse_args(arguments)
     if given.results.suffix == ".json" and given.results.is_file():
         return speech_report(given.results, given.out or given.results.parent)
+    from ..groups import load_groups
     from .data import page_data
-    from .groups import load_groups
     from .page import write_page
     from .tables import write_tables
 

@@ -4,6 +4,7 @@ import argparse
 import base64
 import io
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ from ...cells.results import Cell
 from ...cells.run import load_model
 from ...evaluate import parse
 from ...model.lm import KVCompressLM
-from ..appearance import colour, markers
-from ..numbers import kept
-from .data import CELL_NUMBERS, data_url, mean_needs_kept, mean_shares, needs_by_question, overlay_data
+from ..groups import Group, question_frame
+from ..table import sweep_frame
+from .data import data_url, page_group
 from .page import write_page
 
 TASK, DOC_ID = "show", 0
@@ -90,10 +91,9 @@ def answer(lm: KVCompressLM, image: Image.Image, question: str, cell: Cell, opti
     is_full = cell.method == "full"
     return {
         "cell": cell,
-        "series": cell.method + changed,
         "name": "full" if is_full else f"{cell.method}{changed} {cell.size}",
         "answer": result.text.strip(),
-        "realised": lm.rows[0]["realised_ratio"],
+        "measured": lm.rows[0],
         "kinds": [(kind, name) for kind, name in KINDS if shares(entry, kind) is not None],
         "entry": entry,
     }
@@ -115,47 +115,26 @@ def write_html(path: Path, question: str, answers: list[dict[str, Any]]) -> None
                 images[rest["file"]] = data_url(base64.b64decode(image["jpeg"]))
             stored.append(rest)
         entries.append([{**one["entry"], "images": stored}])
-    needed = needs_by_question(entries)
-    numbers = dict.fromkeys((*CELL_NUMBERS, "same", "headroom", "against"))
-    marks = markers({one["series"]: one["cell"].method for one in answers})
-    cells = [
-        {
-            **numbers,
-            "series": one["series"],
-            "method": one["cell"].method,
-            "size": one["cell"].size.replace("=", " "),
-            "ratio": one["cell"].ratio,
-            "realised": (realised := float(np.mean(one["realised"]))),
-            "kept": kept(realised, one["cell"].ratio, one["cell"].budget),
-            "colour": colour(one["cell"].method),
-            "marker": marks[one["series"]],
-            "samples": 1,
-            "per_layer": one["realised"],
-            "per_head": mean_shares(of_cell),
-            "needs_kept": mean_needs_kept(of_cell, needed),
-        }
-        for one, of_cell in zip(answers, entries, strict=True)
-    ]
-    asked = {
-        "key": f"{TASK}/{DOC_ID}",
-        "q": question,
-        "gold": "",
-        "a": [one["answer"] for one in answers],
-        "s": [None] * len(answers),
-    }
+    cells = [as_results(question, one) for one in answers]
+    frame = sweep_frame(cells).sort_index()  # in the order of the command line
+    shown = page_group(Group(cells, frame.assign(questions=list(map(question_frame, cells)))), entries)
     model = Path(answers[0]["cell"].model).name
-    group = {
-        "title": f"{model}, one question",
-        "made": "",
-        "metric": "score",
-        "scale": 100,
-        "warning": "",
-        "cells": cells,
-        "all_questions": 1,
-        "questions": [asked],
-        "overlays": overlay_data(entries),
+    shown |= {"title": f"{model}, one question", "made": ""}
+    write_page(path, "What survives in the KV cache", {"groups": [shown], "images": images})
+
+
+def as_results(question: str, one: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer as `groups.read_cells` returns the cell of a task with one question."""
+    measured = one["measured"]
+    sample = {"task": TASK, "doc_id": DOC_ID, "input": question, "filtered_resps": [one["answer"]]}
+    realised = measured["realised_ratio"]
+    return {
+        "protocol": {**asdict(one["cell"]), "changed_options": one["cell"].options},
+        "results": {},
+        "efficiency": {"realised_ratio": {"mean": float(np.mean(realised)), "per_layer": realised}},
+        "n_samples": 1,
+        "samples": [{**sample, "measurement": measured}],
     }
-    write_page(path, "What survives in the KV cache", {"groups": [group], "images": images})
 
 
 def write_png(path: Path, question: str, answers: list[dict[str, Any]]) -> None:

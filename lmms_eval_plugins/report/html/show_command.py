@@ -6,7 +6,7 @@ kvcompress show IMAGE "QUESTION" --model tiny --method snapkv --ratio 0.1 window
 import argparse
 from pathlib import Path
 
-from kvcompress.command_line import Parser, exit_code
+from kvcompress.command_line import Parser, returns_exit_code
 from kvcompress.flag_types import label, path
 
 
@@ -27,14 +27,10 @@ def parser() -> argparse.ArgumentParser:
     return this
 
 
-def command(arguments: list[str]) -> None:
-    """Write the picture. Raises UsageError, KVCompressError or EvaluationFailed."""
+@returns_exit_code("files")
+def main(arguments: list[str]) -> None:
+    """Write the picture."""
     given = parser().parse_intermixed_args(arguments)
     from .show import show
 
     show(given)
-
-
-def main(arguments: list[str]) -> int:
-    """Run the command and return its exit code; every error is one line on stderr."""
-    return exit_code(command, arguments, "files")

@@ -2,15 +2,17 @@
 
 from pathlib import Path
 
+import pandas as pd
+
 from kvcompress.files import replacing, write_text
 
-from ..against import MARGIN, columns, explanation
+from ..against import MARGIN, against_full, columns, explanation
 from ..appearance import score_scale
 from ..draws import pooled
+from ..groups import QUESTION, Group
 from ..latex import PREAMBLE, latex_tables, scores_by_size
 from ..numbers import kept
 from ..table import KEPT, markdown, markdown_table, markdown_text
-from .groups import Group, against_full, cells_table, samples_table, with_questions
 
 
 def write_tables(groups: list[Group], folder: Path) -> list[Path]:
@@ -29,6 +31,29 @@ def write_tables(groups: list[Group], folder: Path) -> list[Path]:
     return [*(folder / name for name in texts), *(folder / f"{n}.{s}" for n in frames for s in ("csv", "parquet"))]
 
 
+def cells_table(groups: list[Group]) -> pd.DataFrame:
+    """Join the cells of all groups in one frame."""
+    inner = ["order", "options", "per_layer", "kept", "asked", "questions"]  # no plain values, or said by other columns
+    parts = []
+    for group in groups:
+        tests = against_full(group.frame)[["difference", "low", "high", "p_value", "holm", "broken", "mended"]]
+        frame = group.frame.drop(columns=inner).assign(model=group.model)
+        parts.append(frame.join(tests.add_prefix("against_full_")))
+    return pd.concat(parts, ignore_index=True)
+
+
+def samples_table(groups: list[Group]) -> pd.DataFrame:
+    """Join the questions of all cells in one frame, each with its group's task, model and settings."""
+    parts = [
+        row.questions.reset_index().assign(
+            group=group.task, model=group.model, settings=row.settings, series=row.series, size=row.size
+        )
+        for group in groups
+        for row in group.frame.itertuples()
+    ]
+    return pd.concat(parts, ignore_index=True)[["group", "model", "settings", "series", "size", *QUESTION]]
+
+
 def markdown_group(group: Group) -> str:
     """Return the table of all cells, and the table of scores by requested share."""
     frame = pooled(group.frame)
@@ -45,7 +70,7 @@ def markdown_group(group: Group) -> str:
 
 def markdown_tests(group: Group) -> str:
     """Return the table of tests against the full cache; empty if nothing can be compared."""
-    frame = pooled(with_questions(group)).reset_index(drop=True)
+    frame = pooled(group.frame).reset_index(drop=True)
     tests = against_full(frame).assign(answered=frame["samples"])
     if tests["difference"].isna().all():
         return ""

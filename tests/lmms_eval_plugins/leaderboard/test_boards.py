@@ -12,7 +12,7 @@ from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.leaderboard.boards import leaderboard, rows_of
 from lmms_eval_plugins.leaderboard.protocol import holds_full, protocol_of, regime, variant
 from lmms_eval_plugins.leaderboard.rerun import command_of
-from lmms_eval_plugins.report.html.groups import load_groups
+from lmms_eval_plugins.report.groups import load_groups
 from lmms_eval_plugins.report.significance import holm, paired_test
 from tests.support.result_cells import write_answers
 

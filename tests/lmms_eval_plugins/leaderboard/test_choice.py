@@ -7,7 +7,7 @@ import pytest
 
 from lmms_eval_plugins.leaderboard.choice import best_methods, choose
 from lmms_eval_plugins.leaderboard.command import main
-from lmms_eval_plugins.leaderboard.tables import FILE, Entry, Table, Tables, board
+from lmms_eval_plugins.leaderboard.tables import FILE, Entry, Table, Tables, board_of
 
 QUESTIONS = 80
 FULL = np.ones(QUESTIONS)
@@ -79,7 +79,7 @@ def table(**changed):
 
 
 def test_a_table_of_answers_is_a_board_with_its_choice():
-    found = board(table(), "mine")
+    found = board_of(table(), "mine")
     assert [cell["method"] for cell in found["cells"]] == ["full", "a", "b", "c"]
     assert [cell["score"] for cell in found["cells"]] == [1.0, 1.0, 78 / 80, 76 / 80]
     assert found["cells"][2]["against"]["broken"] == 2
@@ -87,6 +87,8 @@ def test_a_table_of_answers_is_a_board_with_its_choice():
     assert found["choice"]["text"].startswith("a at 0.2: 0.0 points")
     assert found["best"] == ["a", "b", "c"]
     assert found["protocol_text"] == "scope=prompt; 80 questions"
+    without_full = board_of(table(entries=table().entries[1:]), "mine")
+    assert (without_full["choice"], without_full["best"]) == (None, ["a", "b", "c"])
 
 
 def test_a_submission_of_tables_alone_is_a_page(tmp_path, capsys):

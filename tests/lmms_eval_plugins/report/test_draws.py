@@ -10,7 +10,7 @@ from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.cells.results import load_cells
 from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.report.draws import pooled
-from lmms_eval_plugins.report.html.groups import load_groups
+from lmms_eval_plugins.report.groups import load_groups
 from lmms_eval_plugins.report.html.tables import markdown_group
 from lmms_eval_plugins.report.metrics_command import main
 from lmms_eval_plugins.report.table import markdown, sweep_frame

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from lmms_eval_plugins.report.gate import weak_below
+from lmms_eval_plugins.report.groups import load_groups
 from lmms_eval_plugins.report.html.data import page_data
-from lmms_eval_plugins.report.html.groups import load_groups
 from lmms_eval_plugins.report.metrics_command import main
 from tests.support.result_cells import write_answers
 

@@ -101,6 +101,15 @@ def test_seconds_are_of_the_first_token_and_each_further_one(tmp_path, capsys):
     assert json.loads(text)["cells"][1]["speed_up"] == 3
 
 
+def test_answers_that_were_not_timed_have_no_speed_up(grid, capsys):
+    """Those of a server."""
+    for file in grid[0].parents[1].glob("*/m/knorm-0.25/samples.jsonl"):
+        file.write_text(re.sub(r'"ttft_s": [\d.]+', '"ttft_s": null', file.read_text()))
+    _, text, _ = command(capsys, *grid)
+    assert "NaN" not in text
+    assert re.search(r"knorm +│ +0\.250 .*│ +- │", text)
+
+
 def test_areas_of_a_task_are_over_the_ratios_that_all_methods_have(grid, tmp_path, capsys):
     write(tmp_path, "one", "h2o", 0.5, "abxx")
     _, text, _ = command(capsys, grid[0], "--json")

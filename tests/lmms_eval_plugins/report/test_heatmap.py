@@ -1,5 +1,7 @@
 """The heat map says what the cells' questions say."""
 
+import json
+
 import pandas as pd
 import pytest
 
@@ -68,6 +70,30 @@ def test_questions_are_chosen_by_a_column_and_other_columns_tabulated(folder, dr
     assert {file.name for file in folder.glob("*.png")} == names
 
 
+def test_a_cell_whose_kept_share_was_not_measured_is_shown(tmp_path):
+    """One that a server answered, with a budget."""
+    docs = [{"length": 4, "depth": 0.5}] * 4
+    folder = write_answers(tmp_path, "t", "snapkv", None, "abcx", budget=64, docs=docs)
+    file = folder / "snapkv-budget=64" / "results.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "efficiency": {}}))
+    assert main([str(folder)]) == 0
+    assert pd.read_csv(folder / "heatmap-length-depth.csv")["score"].tolist() == [0.75]
+
+
+@pytest.mark.parametrize("name", ["size", "score", "questions"])
+def test_a_column_named_like_one_of_a_cell_is_shown(name, tmp_path, drawn, capsys):
+    docs = [{name: number, "depth": number % 2} for number in (7, 8, 9, 8)]
+    folder = write_answers(tmp_path, "t", "full", 1.0, "abxd", docs=docs)
+    assert main([str(folder), "--x", name, "--where", f"{name}=8"]) == 0
+    assert main([str(folder), "--x", name]) == 0
+    column = f"question.{name}"
+    assert f"acc by {column}" in capsys.readouterr().out
+    assert [dict(zip(each[column], each["score"], strict=True)) for each in drawn] == [{8: 1}, {7: 1, 8: 1, 9: 0}]
+    assert pd.read_csv(folder / f"heatmap-{name}-depth.csv").columns.tolist() == [
+        "series", "size", "kept", "depth", column, "score", "questions"
+    ]  # fmt: skip
+
+
 def test_cells_with_other_settings_have_a_figure_of_their_own(folder, drawn):
     root = folder.parents[1]
     write_answers(root, "long_needle", "full", 1.0, "xxxxxxxxx", TRUTH, docs=DOCS, settings={"limit": 9})
@@ -82,7 +108,7 @@ def test_cells_with_other_settings_have_a_figure_of_their_own(folder, drawn):
         (["--x", "lenght"], 2, "the task's questions have no column 'lenght' (did you mean 'length'?)"),
         (["--x", "texts"], 2, "the task's questions have no column 'texts'"),
         (["--x", "depth", "--y", "depth"], 2, "--x and --y are both 'depth'"),
-        (["--x", "size"], 2, "column 'size': a cell has a field of this name"),
+        (["--x", "size"], 2, "the task's questions have no column 'size'"),
         (["--where", "kind"], 2, "--where: 'kind' is not COLUMN=VALUE"),
         (["--where", "kind="], 2, "--where: 'kind=' is not COLUMN=VALUE"),
         (["--where", "=video"], 2, "--where: '=video' is not COLUMN=VALUE"),

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from kvcompress.__main__ import main as kvcompress_main
 from lmms_eval_plugins.report import metrics_command, table
+from lmms_eval_plugins.report.groups import load_groups
 from lmms_eval_plugins.report.html.data import page_data
-from lmms_eval_plugins.report.html.groups import load_groups
 from lmms_eval_plugins.report.short_answers import too_short
 from tests.support.result_cells import write_answers
 

@@ -2,6 +2,7 @@
 
 import io
 import re
+import shutil
 
 import pytest
 from rich.console import Console
@@ -330,6 +331,13 @@ def test_a_folder_of_several_tasks_gets_the_table_of_each(tmp_path, monkeypatch,
     assert main([str(tmp_path)]) == 0
     assert all((folder / "report.md").exists() for folder in folders)
     assert "written: " in capsys.readouterr().out
+
+
+def test_what_an_interrupted_evaluation_left_behind_is_no_folder_of_its_own(tmp_path):
+    folder = write_cell(tmp_path)
+    shutil.copytree(next(folder.glob("snapkv*")), folder / ".unfinished-1" / "new")
+    assert main([str(tmp_path)]) == 0
+    assert [file.parent for file in tmp_path.rglob("report.md")] == [folder]
 
 
 def test_folder_without_cells_is_an_error(tmp_path, capsys):

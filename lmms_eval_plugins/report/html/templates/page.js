@@ -399,7 +399,6 @@ function show(index) {
 fill($("group"), DATA.groups.map((one, index) => [index, one.title]));
 $("group").hidden = DATA.groups.length < 2;
 if (DATA.groups.length < 2) $("group").after(make("b", { textContent: DATA.groups[0].title }));
-$("note").textContent = DATA.note ?? "";
 $("group").addEventListener("change", () => show(Number($("group").value)));
 for (const id of ["x-size", "x-time"]) $(id).addEventListener("change", drawPlots);
 $("budget-size").addEventListener("change", drawMaps);
