@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    CodeGenConfig,
     DynamicCache,
     GPTNeoConfig,
     GraniteConfig,
@@ -172,7 +171,6 @@ def test_a_family_that_is_not_listed_works_if_its_attention_goes_through_the_int
 @pytest.mark.parametrize(
     "config",
     [
-        CodeGenConfig(vocab_size=50, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, n_inner=16),
         GPTNeoConfig(vocab_size=50, hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]]),
         MptConfig(vocab_size=50, d_model=16, n_heads=2, n_layers=1),
     ],
