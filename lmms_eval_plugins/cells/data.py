@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvcompress.errors import nearest, one_line, shown
 
+from ..tasks import BUNDLED_TASKS
 from .errors import DamagedFile, EvaluationFailed, UsageError
 from .machine import HUB, is_offline
+from .names import index_of, installed_tasks, lmms_eval_folder
 
 if TYPE_CHECKING:
     from lmms_eval.api.task import Task
@@ -24,16 +26,21 @@ LIKELIHOODS = ("loglikelihood", "loglikelihood_rolling", "multiple_choice")
 GENERATED = ("generate_until", "generate_until_multi_round", "generate_until_agentic")  # the output types
 
 
-def find_tasks(names: list[str], include_path: Path | None) -> "TaskManager":
-    """Return lmms-eval's task manager for `names`. Raises KVCompressError or UsageError for an unknown one."""
-    from ..tasks import BUNDLED_TASKS, task_manager, task_names
+def find_tasks(names: list[str], include_path: Path | None = None) -> "TaskManager":
+    """Return lmms-eval's task manager for `names`, tasks, groups or tags of lmms-eval, bundled, or in `include_path`.
+    Raises UsageError for an unknown one.
 
-    if include_path is None:
-        return task_manager(names)
+    Only the folders of the named tasks are indexed, unless there is a group or tag, whose parts may lie anywhere, or a
+    folder of the user's.
+    """
     from lmms_eval.tasks import TaskManager
 
+    found = [installed_tasks().get(name, ("", None)) for name in names]
+    if include_path is None and all(kind == "task" for kind, _ in found):
+        return TaskManager(include_defaults=False, include_path=sorted({str(file.parent) for _, file in found}))
+    own = {} if include_path is None else index_of(include_path)
     try:
-        manager = TaskManager(include_path=[str(BUNDLED_TASKS), str(include_path)])
+        manager = TaskManager(include_path=[str(each) for each in (BUNDLED_TASKS, include_path) if each is not None])
     except Exception as error:  # lmms-eval raises anything for a bad task file
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise UsageError(f"--include_path {include_path}: a task file is wrong: {reason}") from error
@@ -41,7 +48,8 @@ def find_tasks(names: list[str], include_path: Path | None) -> "TaskManager":
         if name not in manager.all_tasks:
             raise UsageError(f"unknown task {name!r}{nearest(name, manager.all_tasks)}")
         # lmms-eval would silently run its own.
-        if name in task_names(include_path) and include_path not in Path(manager.task_index[name]["yaml_path"]).parents:
+        is_own_task = name in own and own[name][0] == "task"
+        if is_own_task and include_path not in Path(manager.task_index[name]["yaml_path"]).parents:
             raise UsageError(f"task {name!r} of --include_path has the name of another task: rename it")
     return manager
 
@@ -88,10 +96,8 @@ def load_tasks(
 
 def own_file(manager: "TaskManager", name: str) -> Path | None:
     """Return the file of a task of the user's; None for bundled tasks and lmms-eval's."""
-    from .names import task_folders
-
     path = Path(str(manager.task_index.get(name, {}).get("yaml_path")))
-    return None if any(folder in path.parents for folder in task_folders().values()) else path
+    return None if any(folder in path.parents for folder in (BUNDLED_TASKS, lmms_eval_folder())) else path
 
 
 def data_files(named: Any) -> list[str]:
