@@ -95,7 +95,7 @@ class Server:
         every server says it."""
         if "method" in self.about:
             method, ratio, given = (self.about[name] for name in ("method", "ratio", "options"))
-            runs = choose(method, ratio, None, given).options
+            runs = choose(method, ratio, None, given).effective
             for cell, options in cells:
                 if (cell.method, cell.ratio, options) != (method, ratio, runs):
                     words = " ".join([method, f"{ratio:g}", *(f"{name}={value}" for name, value in given.items())])

@@ -20,9 +20,10 @@ from kvcompress.hooks.prefix_cache import PrefixCache
 from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.measure import Measurement
 
-from .arguments import Compression, make_compression
+from .arguments import make_compression
 from .batches import Batch, BatchStore, EncodedCalls
 from .generation import Generation
+from .input_methods import Compression
 from .kept_tokens import KeptSets
 from .prompts import on_device
 from .reduced_inputs import TokensOf
@@ -213,7 +214,7 @@ class Answering:
     @property
     def _watches_tower(self) -> bool:
         """Whether the method reads the vision tower, which slows it down: its times must not mix with other cells'."""
-        tokens = self.compression.chosen.policy.tokens
+        tokens = self.compression.policy.tokens
         return tokens is not None and tokens.watches_tower
 
     def known_of_tower(self, batch: Batch) -> EncodedCalls:

@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +28,7 @@ from kvcompress import KVCompressError
 from kvcompress.calibration.files import BUNDLED as BUNDLED_CALIBRATIONS
 from kvcompress.errors import plain_number, shown, unknown_name
 
-from .input_methods import INPUT_METHODS, Chosen, choose, method_info, method_options, options_of_cache
+from .input_methods import INPUT_METHODS, Compression, choose, method_info, method_options
 
 # Defaults where questions are not timed one by one:
 LOOK_AHEAD = 2  # batches
@@ -98,30 +97,12 @@ class Arguments(BaseModel):
         return value
 
 
-class Compression(Arguments):
-    """A method, its options and its budget; checking them needs no model."""
+class Size(Arguments):
+    """A method and its size, as they are given."""
 
     method: str = "full"
     ratio: float | None = None
     budget: int | None = None
-    options: dict[str, Any] = Field(default_factory=dict)
-
-    @cached_property
-    def chosen(self) -> Chosen:
-        """What is done to the inputs and to the cache."""
-        return choose(self.method, self.ratio, self.budget, self.options)
-
-    @property
-    def of_cache(self) -> dict[str, Any]:
-        """The arguments of `kvcompress.compress`: with an input method, the cache keeps everything."""
-        if self.chosen.inputs is not None:
-            return options_of_cache(self.options)
-        return {"method": self.method, "ratio": self.ratio, "budget": self.budget, **self.options}
-
-    @model_validator(mode="after")
-    def _check(self) -> "Compression":
-        _ = self.chosen
-        return self
 
 
 class ModelArguments(Arguments):
@@ -356,7 +337,8 @@ def make_compression(
 ) -> Compression:
     """Check and return a compression; `method=None` is `full`. Raises KVCompressError."""
     size = without_none({"method": method, "ratio": ratio, "budget": budget})
-    return validated(Compression, options=without_none(options), **size)
+    asked = validated(Size, **size)
+    return choose(asked.method, asked.ratio, asked.budget, without_none(options))
 
 
 def without_none(values: dict[str, Any]) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class Sizes:
         if not self._args.fits_itself:
             return -len(request.args[0])
         _, _, _, doc_id, task, _ = request.args
-        key = (task, doc_id, self._answering.compression.chosen.identity)
+        key = (task, doc_id, self._answering.compression.identity)
         if key not in self._tokens:
             inputs = self._prepare([request], may_recall=False).inputs
             self._tokens[key] = inputs["input_ids"].shape[1]

@@ -30,12 +30,13 @@ from kvcompress.hooks.prefix_cache import PrefixCache
 from .answer_store import AnswerStore, from_json, key_of, to_json
 from .answerer import Answerer, question
 from .answering import Answering, Answers
-from .arguments import Compression, check_options, make_compression, parse_arguments
+from .arguments import check_options, make_compression, parse_arguments
 from .batch_size import Sizes
 from .batches import Batch, BatchStore, ahead
 from .fewshot import FewShot
 from .generation import Generation, check_one_sequence, generation_of
 from .in_flight import Flight, FlightRequest
+from .input_methods import Compression
 from .kept_tokens import Shown, record
 from .loading import device_of, load
 from .measurements import log_averages, write_rows
@@ -260,17 +261,16 @@ class KVCompressLM(Answerer):
         if messages is None:
             messages = [self._messages(request) for request in requests]
         chats = [each if isinstance(each, str) else ChatMessages(messages=each) for each in messages]
-        chosen = self.compression.chosen
-        key = b"".join([*map(digest, chats), chosen.identity])
+        key = b"".join([*map(digest, chats), self.compression.identity])
         if may_recall and self._recall_key(requests, key) is not None:
             return Batch(key, BatchFeature())
         found, prompts = self.batches.get(key), []
         if found is None or any(map(self._has_overlay, requests)):
             prompts = [self.chat.read(chat, request.args[4]) for chat, request in zip(chats, requests, strict=True)]
         if found is None:
-            prompts, whole = self._reducer.reduced(prompts, chosen)
+            prompts, whole = self._reducer.reduced(prompts, self.compression)
             shows, inputs = [*map(media_of, messages)], self.chat.inputs(prompts)
-            return Batch(key, inputs, shows, prompts=prompts, whole=whole, reduction=chosen.identity)
+            return Batch(key, inputs, shows, prompts=prompts, whole=whole, reduction=self.compression.identity)
         return replace(found, prompts=prompts)
 
     def _recall_key(self, requests: list[Instance], prompts: bytes) -> str | None:
@@ -375,7 +375,7 @@ class KVCompressLM(Answerer):
 
     def _has_overlay(self, request: Instance) -> bool:
         # A prompt that shows something else has no token in common with the other methods' overlays.
-        return request.args[3] < self.overlays and self.compression.chosen.inputs is None
+        return request.args[3] < self.overlays and self.compression.inputs is None
 
     def _show(self, progress: tqdm, answered: int = 1) -> None:
         """Advance the progress bar."""
