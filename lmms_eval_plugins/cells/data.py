@@ -63,6 +63,7 @@ def load_tasks(
     """
     from huggingface_hub.constants import HF_HOME
     from lmms_eval.api.task import ConfigurableTask
+    from torch.utils._pytree import tree_leaves
 
     from kvcompress import KVCompressError
 
@@ -70,7 +71,9 @@ def load_tasks(
     missing: list[str] = []
 
     def noted(task: "Task") -> None:
-        named = data_files((task.config.dataset_kwargs or {}).get("data_files"))
+        # A name, or nested lists and dictionaries of names.
+        leaves = tree_leaves((task.config.dataset_kwargs or {}).get("data_files"))
+        named = [leaf for leaf in leaves if isinstance(leaf, str)]
         files[:] = filter(os.path.isfile, named)
         is_local = task.config.dataset_path in LOCAL_FORMATS
         missing[:] = [file for file in named if is_local and not (os.path.exists(file) or set("*:") & set(file))]
@@ -98,13 +101,6 @@ def own_file(manager: "TaskManager", name: str) -> Path | None:
     """Return the file of a task of the user's; None for bundled tasks and lmms-eval's."""
     path = Path(str(manager.task_index.get(name, {}).get("yaml_path")))
     return None if any(folder in path.parents for folder in (BUNDLED_TASKS, lmms_eval_folder())) else path
-
-
-def data_files(named: Any) -> list[str]:
-    """Return the file names in a task's `data_files`: a name, or nested lists and dictionaries of names."""
-    if isinstance(named, dict | list):
-        return [file for each in (named.values() if isinstance(named, dict) else named) for file in data_files(each)]
-    return [named] if isinstance(named, str) else []
 
 
 @contextlib.contextmanager
