@@ -162,8 +162,8 @@ class Sizes:
 
         An earlier run's size is reused, since its stored answers are those of whole batches."""
         key, device = key_of(requests, b"batch size"), self._answering.model.device
-        if store is not None and store.knows(key):
-            return store.get(key)
+        if store is not None and (known := store.get(key)) is not None:
+            return known
         kwargs = self._wanted(requests[0]).arguments
         size = largest_batch(
             lambda rows: self.try_batch(self._one_batch(requests[:rows]), kwargs),

@@ -262,7 +262,7 @@ class KVCompressLM(Answerer):
             messages = [self._messages(request) for request in requests]
         chats = [each if isinstance(each, str) else ChatMessages(messages=each) for each in messages]
         key = b"".join([*map(digest, chats), self.compression.identity])
-        if may_recall and self._recall_key(requests, key) is not None:
+        if may_recall and self._stored(requests, key) is not None:
             return Batch(key, BatchFeature())
         found, prompts = self.batches.get(key), []
         if found is None or any(map(self._has_overlay, requests)):
@@ -273,12 +273,11 @@ class KVCompressLM(Answerer):
             return Batch(key, inputs, shows, prompts=prompts, whole=whole, reduction=self.compression.identity)
         return replace(found, prompts=prompts)
 
-    def _recall_key(self, requests: list[Instance], prompts: bytes) -> str | None:
-        """Return the key of an earlier run's answers to a batch; None if there are none."""
+    def _stored(self, requests: list[Instance], prompts: bytes) -> dict[str, Any] | None:
+        """Return what is stored of an earlier run's answers to a batch; None if nothing is."""
         if self.answer_store is None or any(map(self._has_overlay, requests)):
             return None
-        key = key_of(requests, prompts)
-        return key if self.answer_store.knows(key) else None
+        return self.answer_store.get(key_of(requests, prompts))
 
     def _answer_or_recall(self, requests: list[Instance], batch: Batch) -> Answered:
         """Answer requests, or recall an earlier run's answers with the seconds they took."""
@@ -291,9 +290,9 @@ class KVCompressLM(Answerer):
 
     def _recalled(self, requests: list[Instance], batch: Batch) -> Answered | None:
         """Return an earlier run's answers and add their rows; None if there are none."""
-        if (key := self._recall_key(requests, batch.key)) is None:
+        if (stored := self._stored(requests, batch.key)) is None:
             return None
-        results, rows, seconds = from_json(self.answer_store.get(key))
+        results, rows, seconds = from_json(stored)
         self.rows += rows
         return results, seconds
 
