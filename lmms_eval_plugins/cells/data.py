@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from lmms_eval.api.task import Task
     from lmms_eval.tasks import TaskManager
 
+    from kvcompress.hooks.replacement import Replacement
+
 DEFAULT_DATA_ROOT = Path("data")
 LOCAL_FORMATS = ("arrow", "csv", "imagefolder", "json", "parquet", "text")  # as `dataset_path`: local files
 LIKELIHOODS = ("loglikelihood", "loglikelihood_rolling", "multiple_choice")
@@ -103,21 +105,18 @@ def own_file(manager: "TaskManager", name: str) -> Path | None:
     return None if any(folder in path.parents for folder in (BUNDLED_TASKS, lmms_eval_folder())) else path
 
 
-@contextlib.contextmanager
-def checked_first(of_harness: type["Task"], check: Callable[["Task"], None]) -> Iterator[None]:
+def checked_first(of_harness: type["Task"], check: Callable[["Task"], None]) -> "Replacement":
     """Call `check` with each task before its data loads, which may take hours, inside this context. `of_harness`: the
     `ConfigurableTask` of lmms-eval or lm-eval."""
+    from kvcompress.hooks.replacement import Replacement
+
     download = of_harness.download
 
     def checked(task: "Task", *args: Any, **kwargs: Any) -> None:
         check(task)
         download(task, *args, **kwargs)
 
-    of_harness.download = checked
-    try:
-        yield
-    finally:
-        of_harness.download = download
+    return Replacement(of_harness, "download", checked)
 
 
 def check_task(task: "Task", flags: argparse.Namespace, slots: int | str | None = None) -> None:
@@ -203,12 +202,11 @@ def one_attempt() -> Iterator[None]:
     import tenacity
     from lmms_eval.api.task import ConfigurableTask
 
+    from kvcompress.hooks.replacement import Replacement
+
     retry = ConfigurableTask.download.retry
-    saved, retry.stop, retry.reraise = (retry.stop, retry.reraise), tenacity.stop_after_attempt(1), True
-    try:
+    with Replacement(retry, "stop", tenacity.stop_after_attempt(1)), Replacement(retry, "reraise", True):
         yield
-    finally:
-        retry.stop, retry.reraise = saved
 
 
 def data_error(task: str, error: Exception, data_root: Path | None) -> str:
