@@ -153,11 +153,11 @@ def check_generation(
 
 def check_judge(task: "Task") -> None:
     """Raise EvaluationFailed if a judge scores the answers over the network and its key is not set."""
-    from ..tasks.judges import judge_of
+    from ..tasks.judges import judges_keys
 
-    judge = judge_of(task)
-    if judge is not None and judge.keys and not any(os.environ.get(name) for name in judge.keys):
-        raise EvaluationFailed(no_key(task.config.task, judge.keys))
+    keys = judges_keys(task)
+    if keys and not any(os.environ.get(name) for name in keys):
+        raise EvaluationFailed(no_key(task.config.task, keys))
 
 
 def no_key(name: str, keys: Iterable[str]) -> str:

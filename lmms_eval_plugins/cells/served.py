@@ -159,17 +159,10 @@ class ServedLM(Answerer):
         self.accelerator, self.device = Accelerator(cpu=True), torch.device("cpu")
         self.few_shot = FewShot()
         self.progress_bar: Callable[[int], tqdm] = partial(tqdm, desc=server.model)
-        self.reset_rows()
         self._client = client_of(server.url)
 
     def set_cell(self, *size: Any, **options: Any) -> None:
         """Accept a cell, as `KVCompressLM` does; the server has its method."""
-
-    def reset_rows(self) -> None:
-        self.rows = []
-
-    def gather_rows(self) -> list[dict[str, Any]]:
-        return sorted(self.rows, key=lambda row: (row["task"], row["doc_id"]))
 
     @property
     def told(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from .kept_tokens import Shown, record
 from .loading import device_of, load
 from .measurements import log_averages, write_rows
 from .prompts import ChatProcessor, digest, in_order, parts_of
-from .ranks import Dealt, of_each_rank
+from .ranks import Dealt
 from .reduced_inputs import Reducer
 from .shared_media import SharedMedia, media_of
 
@@ -83,7 +83,6 @@ class KVCompressLM(Answerer):
         decoder = copy.deepcopy(self.tokenizer) if self.args.batches_ahead else self.tokenizer
         self._reducer = Reducer(self.chat, self.model.config)
         self.answering = Answering(self.model, decoder, self.batches, compression)
-        self.rows: list[dict[str, Any]] = []
         self._times_asked: Counter[tuple[str, int]] = Counter()
         self.overlays = 0
         self.answer_store: AnswerStore | None = None
@@ -114,11 +113,8 @@ class KVCompressLM(Answerer):
         self.answering.begin_cell(compression)
 
     def reset_rows(self) -> None:
-        self.rows = []
+        super().reset_rows()
         self._times_asked.clear()
-
-    def gather_rows(self) -> list[dict[str, Any]]:
-        return sorted(chain.from_iterable(self._of_each_rank(self.rows)), key=lambda row: (row["task"], row["doc_id"]))
 
     # -- what lmms-eval calls -------------------------------------------------------------------------------------
 
@@ -362,9 +358,6 @@ class KVCompressLM(Answerer):
                     batch.shown[place] = Shown.of(self.model, self.chat, batch.prompts[place], answers.inputs, place)
                 self.rows[-1]["survivors"] = record(batch.shown[place], answers.kept, place, len(requests))
         return results
-
-    def _of_each_rank(self, value: Any) -> list[Any]:
-        return of_each_rank(value) if self.world_size > 1 else [value]  # the ranks of tp_plan are one model
 
     # -- small things ---------------------------------------------------------------------------------------------
 
