@@ -21,11 +21,7 @@ from .yaml_files import read_yaml
 Checked = TypeVar("Checked")
 Index = dict[str, tuple[str, Path]]  # name -> `task`, `group` or `tag`, and the file that defines it
 
-GROUPS = {
-    "all": "every method",
-    "all-kv": "those that compress the KV cache, including `full`",
-    "all-tokens": "those that drop vision tokens",
-}
+GROUPS = ("all", "all-kv", "all-tokens")  # every method; those of the KV cache, with `full`; of vision tokens
 PLUGIN = Path(__file__).parents[1]
 INPUT_METHODS = PLUGIN / "model" / "input_methods.py"
 # Prefix of a task of lm-evaluation-harness if lmms-eval has a task of the same name.
