@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
     if is_lm_eval(flags.task):
         raise UsageError(f"--task {flags.task!r} is neither lmms-eval's nor bundled: for text use --text")
     start, root = time.perf_counter(), DEFAULT_DATA_ROOT if DEFAULT_DATA_ROOT.is_dir() else None
-    tasks = load_tasks(find_tasks([flags.task], None), flags.task, root)
+    tasks = load_tasks(find_tasks([flags.task]), flags.task, root)
     model, processor = load(arguments, device_of(arguments, 1))
     chat = ChatProcessor(arguments, processor, model.dtype)
     with working_directory(root and os.path.abspath(root)):

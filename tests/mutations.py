@@ -821,7 +821,7 @@ MUTATIONS = {
     ),
     "input-method-not-in-the-key": Mutation(
         "lmms_eval_plugins/model/lm.py",
-        "[*map(digest, chats), chosen.identity]",
+        "[*map(digest, chats), self.compression.identity]",
         "[*map(digest, chats)]",
         "a question with smaller pictures gets the stored inputs and prefill of the whole ones",
         ("tests/lmms_eval_plugins/model/test_input_methods.py::test_cells_of_one_model_take_nothing_of_each_other",),

@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from kvcompress.errors import nearest, one_line, shown
 
+from ..tasks import BUNDLED_TASKS
 from .errors import DamagedFile, EvaluationFailed, UsageError
 from .machine import HUB, is_offline
+from .names import index_of, installed_tasks, lmms_eval_folder
 
 if TYPE_CHECKING:
     from lmms_eval.api.task import Task
     from lmms_eval.tasks import TaskManager
+
+    from kvcompress.hooks.replacement import Replacement
 
 DEFAULT_DATA_ROOT = Path("data")
 LOCAL_FORMATS = ("arrow", "csv", "imagefolder", "json", "parquet", "text")  # as `dataset_path`: local files
@@ -24,16 +28,21 @@ LIKELIHOODS = ("loglikelihood", "loglikelihood_rolling", "multiple_choice")
 GENERATED = ("generate_until", "generate_until_multi_round", "generate_until_agentic")  # the output types
 
 
-def find_tasks(names: list[str], include_path: Path | None) -> "TaskManager":
-    """Return lmms-eval's task manager for `names`. Raises KVCompressError or UsageError for an unknown one."""
-    from ..tasks import BUNDLED_TASKS, task_manager, task_names
+def find_tasks(names: list[str], include_path: Path | None = None) -> "TaskManager":
+    """Return lmms-eval's task manager for `names`, tasks, groups or tags of lmms-eval, bundled, or in `include_path`.
+    Raises UsageError for an unknown one.
 
-    if include_path is None:
-        return task_manager(names)
+    Only the folders of the named tasks are indexed, unless there is a group or tag, whose parts may lie anywhere, or a
+    folder of the user's.
+    """
     from lmms_eval.tasks import TaskManager
 
+    found = [installed_tasks().get(name, ("", None)) for name in names]
+    if include_path is None and all(kind == "task" for kind, _ in found):
+        return TaskManager(include_defaults=False, include_path=sorted({str(file.parent) for _, file in found}))
+    own = {} if include_path is None else index_of(include_path)
     try:
-        manager = TaskManager(include_path=[str(BUNDLED_TASKS), str(include_path)])
+        manager = TaskManager(include_path=[str(each) for each in (BUNDLED_TASKS, include_path) if each is not None])
     except Exception as error:  # lmms-eval raises anything for a bad task file
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise UsageError(f"--include_path {include_path}: a task file is wrong: {reason}") from error
@@ -41,7 +50,8 @@ def find_tasks(names: list[str], include_path: Path | None) -> "TaskManager":
         if name not in manager.all_tasks:
             raise UsageError(f"unknown task {name!r}{nearest(name, manager.all_tasks)}")
         # lmms-eval would silently run its own.
-        if name in task_names(include_path) and include_path not in Path(manager.task_index[name]["yaml_path"]).parents:
+        is_own_task = name in own and own[name][0] == "task"
+        if is_own_task and include_path not in Path(manager.task_index[name]["yaml_path"]).parents:
             raise UsageError(f"task {name!r} of --include_path has the name of another task: rename it")
     return manager
 
@@ -55,6 +65,7 @@ def load_tasks(
     """
     from huggingface_hub.constants import HF_HOME
     from lmms_eval.api.task import ConfigurableTask
+    from torch.utils._pytree import tree_leaves
 
     from kvcompress import KVCompressError
 
@@ -62,7 +73,9 @@ def load_tasks(
     missing: list[str] = []
 
     def noted(task: "Task") -> None:
-        named = data_files((task.config.dataset_kwargs or {}).get("data_files"))
+        # A name, or nested lists and dictionaries of names.
+        leaves = tree_leaves((task.config.dataset_kwargs or {}).get("data_files"))
+        named = [leaf for leaf in leaves if isinstance(leaf, str)]
         files[:] = filter(os.path.isfile, named)
         is_local = task.config.dataset_path in LOCAL_FORMATS
         missing[:] = [file for file in named if is_local and not (os.path.exists(file) or set("*:") & set(file))]
@@ -88,34 +101,22 @@ def load_tasks(
 
 def own_file(manager: "TaskManager", name: str) -> Path | None:
     """Return the file of a task of the user's; None for bundled tasks and lmms-eval's."""
-    from .names import task_folders
-
     path = Path(str(manager.task_index.get(name, {}).get("yaml_path")))
-    return None if any(folder in path.parents for folder in task_folders().values()) else path
+    return None if any(folder in path.parents for folder in (BUNDLED_TASKS, lmms_eval_folder())) else path
 
 
-def data_files(named: Any) -> list[str]:
-    """Return the file names in a task's `data_files`: a name, or nested lists and dictionaries of names."""
-    if isinstance(named, dict | list):
-        return [file for each in (named.values() if isinstance(named, dict) else named) for file in data_files(each)]
-    return [named] if isinstance(named, str) else []
-
-
-@contextlib.contextmanager
-def checked_first(of_harness: type["Task"], check: Callable[["Task"], None]) -> Iterator[None]:
+def checked_first(of_harness: type["Task"], check: Callable[["Task"], None]) -> "Replacement":
     """Call `check` with each task before its data loads, which may take hours, inside this context. `of_harness`: the
     `ConfigurableTask` of lmms-eval or lm-eval."""
+    from kvcompress.hooks.replacement import Replacement
+
     download = of_harness.download
 
     def checked(task: "Task", *args: Any, **kwargs: Any) -> None:
         check(task)
         download(task, *args, **kwargs)
 
-    of_harness.download = checked
-    try:
-        yield
-    finally:
-        of_harness.download = download
+    return Replacement(of_harness, "download", checked)
 
 
 def check_task(task: "Task", flags: argparse.Namespace, slots: int | str | None = None) -> None:
@@ -152,11 +153,11 @@ def check_generation(
 
 def check_judge(task: "Task") -> None:
     """Raise EvaluationFailed if a judge scores the answers over the network and its key is not set."""
-    from ..tasks.judges import judge_of
+    from ..tasks.judges import judges_keys
 
-    judge = judge_of(task)
-    if judge is not None and judge.keys and not any(os.environ.get(name) for name in judge.keys):
-        raise EvaluationFailed(no_key(task.config.task, judge.keys))
+    keys = judges_keys(task)
+    if keys and not any(os.environ.get(name) for name in keys):
+        raise EvaluationFailed(no_key(task.config.task, keys))
 
 
 def no_key(name: str, keys: Iterable[str]) -> str:
@@ -201,12 +202,11 @@ def one_attempt() -> Iterator[None]:
     import tenacity
     from lmms_eval.api.task import ConfigurableTask
 
+    from kvcompress.hooks.replacement import Replacement
+
     retry = ConfigurableTask.download.retry
-    saved, retry.stop, retry.reraise = (retry.stop, retry.reraise), tenacity.stop_after_attempt(1), True
-    try:
+    with Replacement(retry, "stop", tenacity.stop_after_attempt(1)), Replacement(retry, "reraise", True):
         yield
-    finally:
-        retry.stop, retry.reraise = saved
 
 
 def data_error(task: str, error: Exception, data_root: Path | None) -> str:

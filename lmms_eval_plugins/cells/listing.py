@@ -5,7 +5,8 @@ import argparse
 from kvcompress import list_command as core
 from kvcompress.list_command import line_of
 
-from .names import LM_EVAL, installed_tasks, lm_eval_tasks, task_folders, task_kinds
+from ..tasks import BUNDLED_TASKS
+from .names import LM_EVAL, index_of, installed_tasks, lm_eval_tasks, lmms_eval_folder
 
 # The model types tested in docs/families.md; transformers has more.
 TESTED = (
@@ -17,10 +18,10 @@ TESTED = (
 
 def tasks() -> list[str]:
     """List the bundled tasks, then lmms-eval's tasks, groups and tags, then lm-eval's if it is installed."""
-    kinds = {origin: task_kinds(folder) for origin, folder in task_folders().items()}
-    shared = installed_tasks() & lm_eval_tasks().keys()
-    kinds["lm-eval"] = {LM_EVAL * (name in shared) + name: kind for name, (kind, _) in lm_eval_tasks().items()}
-    return [f"{name:<40} {kind}, {origin}" for origin, found in kinds.items() for name, kind in sorted(found.items())]
+    found = {"bundled": index_of(BUNDLED_TASKS), "lmms-eval": index_of(lmms_eval_folder())}
+    known = installed_tasks()
+    found["lm-eval"] = {LM_EVAL * (name in known) + name: entry for name, entry in lm_eval_tasks().items()}
+    return [f"{name:<40} {each[name][0]}, {origin}" for origin, each in found.items() for name in sorted(each)]
 
 
 def methods() -> list[str]:

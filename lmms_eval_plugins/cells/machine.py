@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from kvcompress.flag_types import shown
 
+from ..tasks import BUNDLED_TASKS
 from .errors import EvaluationFailed, UsageError
+from .names import index_of
 from .request import BUNDLED_MODEL, Request
 
 if TYPE_CHECKING:
@@ -94,9 +96,9 @@ def set_offline(*requests: Request) -> None:
 
 def needs_hub(request: Request) -> bool:
     """Return False if the model is a folder or the bundled one, every task is bundled, and nothing is pushed."""
-    bundled = {path.stem for path in (Path(__file__).parents[1] / "tasks").rglob("*.yaml")}
     is_local = request.model == BUNDLED_MODEL or os.path.isdir(os.path.expanduser(request.model))
-    return not is_local or not bundled.issuperset(request.tasks) or request.flags.hf_hub_log_args is not None
+    is_bundled = index_of(BUNDLED_TASKS).keys() >= set(request.tasks)
+    return not (is_local and is_bundled) or request.flags.hf_hub_log_args is not None
 
 
 def is_offline() -> bool:

@@ -13,17 +13,15 @@ from typing import TypeVar
 from kvcompress.command_line import called
 from kvcompress.errors import KVCompressError, MissingFile, nearest, shown
 
+from ..tasks import BUNDLED_TASKS
 from .errors import UsageError
 from .request import Request
 from .yaml_files import read_yaml
 
 Checked = TypeVar("Checked")
+Index = dict[str, tuple[str, Path]]  # name -> `task`, `group` or `tag`, and the file that defines it
 
-GROUPS = {
-    "all": "every method",
-    "all-kv": "those that compress the KV cache, including `full`",
-    "all-tokens": "those that drop vision tokens",
-}
+GROUPS = ("all", "all-kv", "all-tokens")  # every method; those of the KV cache, with `full`; of vision tokens
 PLUGIN = Path(__file__).parents[1]
 INPUT_METHODS = PLUGIN / "model" / "input_methods.py"
 # Prefix of a task of lm-evaluation-harness if lmms-eval has a task of the same name.
@@ -48,7 +46,7 @@ def check_tasks(names: Iterable[str], include_path: Path | None = None) -> None:
         plain = name.removeprefix(LM_EVAL)
         check_lm_eval(f"unknown task {shown(name)}{nearest(name, installed_tasks() | own)}; ")
         if plain not in lm_eval_tasks() and (plain == name or plain not in own):
-            known = lm_eval_tasks().keys() if plain != name else installed_tasks() | own | lm_eval_tasks().keys()
+            known = lm_eval_tasks() if plain != name else installed_tasks() | own | lm_eval_tasks()
             hint = nearest(plain, known) or f"; list them with: {called('list')} tasks"
             raise UsageError(f"unknown task {shown(name)}{hint}")
 
@@ -73,9 +71,9 @@ def canonical(name: str, include_path: Path | None = None) -> str:
     return plain if is_lm_eval(plain, include_path) else name
 
 
-def _own(include_path: Path | None) -> frozenset[str]:
+def _own(include_path: Path | None) -> Index:
     """Return the tasks in the user's folder."""
-    return frozenset() if include_path is None else frozenset(task_kinds(include_path))
+    return {} if include_path is None else index_of(include_path)
 
 
 def check_names(request: Request) -> None:
@@ -147,31 +145,26 @@ def lm_eval_folder() -> Path | None:
 
 
 @cache
-def lm_eval_tasks() -> dict[str, tuple[str, Path]]:
-    """Return name -> (`task`, `group` or `tag`, defining file) of lm-evaluation-harness; empty if not installed."""
-    found: dict[str, tuple[str, Path]] = {}
-    for file in [] if lm_eval_folder() is None else _files(lm_eval_folder(), ending=".yaml"):
-        found.update({name: (kind, file) for name, kind in defined_in(file).items()})
-    return found
+def lm_eval_tasks() -> Index:
+    """Return the tasks of lm-evaluation-harness; empty if it is not installed."""
+    return {} if lm_eval_folder() is None else index_of(lm_eval_folder())
 
 
 @cache
-def installed_tasks() -> frozenset[str]:
+def installed_tasks() -> Index:
     """Return all tasks, groups and tags of lmms-eval, and the bundled ones."""
-    return frozenset(name for folder in task_folders().values() for name in task_kinds(folder))
+    return index_of(lmms_eval_folder()) | index_of(BUNDLED_TASKS)
 
 
-def task_folders() -> dict[str, Path]:
-    """Return origin of tasks -> the folder of their files."""
-    return {"bundled": PLUGIN / "tasks", "lmms-eval": _package("lmms_eval") / "tasks"}
+def lmms_eval_folder() -> Path:
+    """Return the folder of lmms-eval's task files."""
+    return _package("lmms_eval") / "tasks"
 
 
-def task_kinds(folder: Path) -> dict[str, str]:
-    """Return name -> `task`, `group` or `tag` for a folder's files, as in lmms-eval's index."""
-    kinds: dict[str, str] = {}
-    for file in _files(folder, ending=".yaml"):
-        kinds.update(defined_in(file))
-    return kinds
+def index_of(folder: Path) -> Index:
+    """Return what a folder's files define, as in lmms-eval's index, whose parsing takes seconds."""
+    files = _files(folder, ending=".yaml")
+    return {name: (kind, file) for file in files for name, kind in defined_in(file).items()}
 
 
 def defined_in(file: Path) -> dict[str, str]:

@@ -299,11 +299,11 @@ def _draws(method: str, request: Request, arguments: "ModelArguments", draws: li
         chosen = choose(method, 1.0 if sizes and not own_size else None, None, own)
         if arguments.tp_plan is not None:
             check_conflicts(chosen.policy, TENSOR_PARALLEL)
-        check_options(arguments, chosen.options)
-        changed = {name: value for name, value in chosen.options.items() if value != defaults[name]}
+        check_options(arguments, chosen.effective)
+        changed = {name: value for name, value in chosen.effective.items() if value != defaults[name]}
         of_preset = chosen.policy.budget
         of_method = [own_size] if own_size else sizes or [{"ratio": of_preset.ratio, "budget": of_preset.entries}]
-        found.append((chosen.options, changed, of_method))
+        found.append((chosen.effective, changed, of_method))
     return found
 
 

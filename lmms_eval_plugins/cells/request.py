@@ -5,6 +5,7 @@ Imports nothing heavy.
 """
 
 import argparse
+import contextlib
 import json
 import zoneinfo
 from dataclasses import dataclass
@@ -229,13 +230,8 @@ def _metadata(text: str) -> dict[str, Any]:
 
 
 def _timezone(text: str) -> str:
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError):  # ZoneInfoNotFoundError is a KeyError
         zoneinfo.ZoneInfo(text)
-    except (OSError, ValueError):  # ZoneInfoNotFoundError is a KeyError
-        pass
-    except KeyError:
-        pass
-    else:
         return text
     raise argparse.ArgumentTypeError(
         f"{shown(text)} is not a time zone{nearest(text, zoneinfo.available_timezones())}, such as Europe/Berlin or UTC"

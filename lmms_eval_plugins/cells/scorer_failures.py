@@ -41,11 +41,10 @@ def scorers_watched() -> Iterator[JudgeWatch]:
     import urllib3
     from lmms_eval.api.task import ConfigurableTask
 
-    watch = JudgeWatch()
-    pool, client, async_client = urllib3.HTTPConnectionPool, httpx.Client, httpx.AsyncClient
-    urlopen, send, async_send = pool.urlopen, client.send, async_client.send
-    retry = ConfigurableTask.process_results.retry
-    reraise = retry.reraise
+    from kvcompress.hooks.replacement import Replacement
+
+    watch, pool = JudgeWatch(), urllib3.HTTPConnectionPool
+    urlopen, send, async_send = pool.urlopen, httpx.Client.send, httpx.AsyncClient.send
 
     def watched_urlopen(self: Any, method: str, url: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
         where = f"{self.scheme}://{self.host}:{self.port}{url}"
@@ -75,13 +74,13 @@ def scorers_watched() -> Iterator[JudgeWatch]:
         watch.note(request.method, str(request.url), _content(request), response.status_code, "")
         return response
 
-    pool.urlopen, client.send, async_client.send = watched_urlopen, watched_send, watched_async_send
-    retry.reraise = True
-    try:
+    with (
+        Replacement(pool, "urlopen", watched_urlopen),
+        Replacement(httpx.Client, "send", watched_send),
+        Replacement(httpx.AsyncClient, "send", watched_async_send),
+        Replacement(ConfigurableTask.process_results.retry, "reraise", True),
+    ):
         yield watch
-    finally:
-        pool.urlopen, client.send, async_client.send = urlopen, send, async_send
-        retry.reraise = reraise
 
 
 def _content(request: Any) -> bytes:

@@ -10,6 +10,7 @@ stored, not single answers: in low precision, the last bits of an answer's logit
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,8 @@ class AnswerStore:
         except (ValueError, TypeError, KeyError):  # a truncated line: its batch is answered again
             return
 
-    def knows(self, key: str) -> bool:
-        return key in self._known
-
     def get(self, key: str) -> Any:
+        """Return what is stored for a key; None if nothing is."""
         return self._known.get(key)
 
     def put(self, key: str, value: Any) -> None:
@@ -69,13 +68,11 @@ def key_of(requests: Sequence[Instance], what: bytes = b"") -> str:
 
 
 def to_json(results: list[GenerationResult], rows: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    counts = [[each.token_counts.input_tokens, each.token_counts.output_tokens] for each in results]
-    return {"texts": [each.text for each in results], "tokens": counts, "rows": rows, "seconds": seconds}
+    """Return what is stored of a batch: its answers, their rows, and the seconds that they took."""
+    return {"results": [asdict(each) for each in results], "rows": rows, "seconds": seconds}
 
 
 def from_json(value: dict[str, Any]) -> tuple[list[GenerationResult], list[dict[str, Any]], float]:
-    results = [
-        GenerationResult(text=text, token_counts=TokenCounts(input_tokens=tokens_in, output_tokens=tokens_out))
-        for text, (tokens_in, tokens_out) in zip(value["texts"], value["tokens"], strict=True)
-    ]
+    """Return the arguments of `to_json`."""
+    results = [GenerationResult(each["text"], TokenCounts(**each["token_counts"])) for each in value["results"]]
     return results, value["rows"], value["seconds"]

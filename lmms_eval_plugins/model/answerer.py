@@ -2,6 +2,7 @@
 
 from collections import defaultdict, deque
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from lmms_eval.api.model import lmms
 
 from .arguments import ModelArguments
 from .generation import NO_LIKELIHOOD
+from .ranks import of_each_rank
 
 
 class Answerer(lmms):
@@ -24,19 +26,25 @@ class Answerer(lmms):
 
     is_simple = False
     args: ModelArguments
-    rows: list[dict[str, Any]]
 
     def __init__(self) -> None:
         super().__init__()
+        self.rows: list[dict[str, Any]] = []
         self.when_answered: Callable[[], None] = lambda: None
 
     @property
     def batch_size(self) -> int | str:
         return self.args.batch_size
 
+    def reset_rows(self) -> None:
+        self.rows = []
+
     def gather_rows(self) -> list[dict[str, Any]]:
         """Return the rows of all ranks, sorted by task and document: the same list on each. All ranks must call it."""
-        raise NotImplementedError
+        return sorted(chain.from_iterable(self._of_each_rank(self.rows)), key=lambda row: (row["task"], row["doc_id"]))
+
+    def _of_each_rank(self, value: Any) -> list[Any]:
+        return of_each_rank(value) if self.world_size > 1 else [value]  # the ranks of tp_plan are one model
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         raise NotImplementedError(f"--model kvcompress answers generate_until tasks only: {NO_LIKELIHOOD}")
@@ -57,7 +65,7 @@ class AnsweredLM(Answerer):
     """Scores without a model: answers each question with the `answer` of its measurement rows, in order.
 
     Args:
-        rows: the rows of all processes, as `KVCompressLM.gather_rows` returns them.
+        rows: the rows of all processes, as `gather_rows` returned them; every process has all.
     """
 
     def __init__(self, args: ModelArguments, rows: list[dict[str, Any]]):
@@ -68,10 +76,6 @@ class AnsweredLM(Answerer):
         self._waiting: dict[tuple[str, int], deque[dict[str, Any]]] = defaultdict(deque)
         for row in rows:
             self._waiting[row["task"], row["doc_id"]].append(row)
-
-    def gather_rows(self) -> list[dict[str, Any]]:
-        """Return all rows; every process has them already."""
-        return self.rows
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         results = []

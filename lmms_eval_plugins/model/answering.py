@@ -20,9 +20,10 @@ from kvcompress.hooks.prefix_cache import PrefixCache
 from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.measure import Measurement
 
-from .arguments import Compression, make_compression
+from .arguments import make_compression
 from .batches import Batch, BatchStore, EncodedCalls
 from .generation import Generation
+from .input_methods import Compression
 from .kept_tokens import KeptSets
 from .prompts import on_device
 from .reduced_inputs import TokensOf
@@ -31,25 +32,6 @@ from .vision_tower import VisionTower
 WARM_UP_TOKENS = 4
 # cache_implementation -> its counterpart in CPU memory.
 OFFLOADED = {"dynamic": "offloaded", "static": "offloaded_static"}
-
-
-@dataclass(frozen=True)
-class InSlots:
-    """Measurements of a request that was answered in a slot, beside others.
-
-    Attributes:
-        waited_s: seconds from the start of the run's first request to the start of this one.
-        slots: the number of slots.
-        peak_kv_bytes, peak_memory_bytes: the run's peaks up to the end of this request; memory is None if the run
-            reused a prefill.
-        halved: whether the run has given up slots so far because memory ran out.
-    """
-
-    waited_s: float
-    slots: int
-    peak_kv_bytes: int
-    peak_memory_bytes: int | None
-    halved: bool
 
 
 @dataclass(frozen=True)
@@ -65,7 +47,11 @@ class Answers:
         inputs: the model inputs, on the model's device.
         kept: what each layer stores; None unless requested.
         reused_tokens: how many prompt tokens came from a prefix cache; None without one.
-        in_slots: the measurements of a slot; None for a batch.
+        slots: of a request in flight, the number of slots; None for a batch.
+        waited_s: of a request in flight, seconds from the start of the run's first request to the start of this one.
+        run_kv_bytes: of a request in flight, the run's peak up to its end.
+        is_spared: of a request in flight, whether the run has reused a prefill so far.
+        halved: of a request in flight, whether the run has given up slots so far because memory ran out.
     """
 
     texts: list[str]
@@ -76,7 +62,11 @@ class Answers:
     inputs: BatchFeature
     kept: KeptSets | None
     reused_tokens: int | None = None
-    in_slots: InSlots | None = None
+    slots: int | None = None
+    waited_s: float | None = None
+    run_kv_bytes: int | None = None
+    is_spared: bool = False
+    halved: bool = False
 
     def row(self, request: Instance, batch: Batch, place: int) -> dict[str, Any]:
         """Return the measurements of one request, that of row `place`.
@@ -87,13 +77,8 @@ class Answers:
         The realised ratio is a share of the prompt before its pictures were shrunk or left out."""
         _, _, _, doc_id, task, split = request.args
         measured, tower, prompt, batch_size = self.measured, self.tower, self.prompt, len(self.texts)
-        in_slots = self.in_slots
-        if in_slots is None:
-            peak_kv_bytes = max(measured.kv_bytes_prompt, measured.kv_bytes_end)
-            # Where a pass is kept or was, other things lie in memory than where it just runs.
-            peak_memory_bytes = None if prompt.prompt_pass or self.reused_tokens else measured.peak_memory_bytes
-        else:
-            peak_kv_bytes, peak_memory_bytes = in_slots.peak_kv_bytes, in_slots.peak_memory_bytes
+        # Where a pass is kept or was, other things lie in memory than where it just runs.
+        is_spared = bool(prompt.prompt_pass or self.reused_tokens) if self.slots is None else self.is_spared
         beams = len(measured.realised_ratios[0]) // batch_size
         whole = batch.whole[place] or TokensOf(measured.tokens_in[place], measured.vision_tokens[place])
         shown = measured.tokens_in[place] / whole.all
@@ -102,13 +87,13 @@ class Answers:
             "doc_id": doc_id,
             "split": split,
             "batch_size": batch_size,
-            "slots": None if in_slots is None else in_slots.slots,
-            "waited_s": None if in_slots is None else in_slots.waited_s,
+            "slots": self.slots,
+            "waited_s": self.waited_s,
             "ttft_s": None if self.reused_tokens else measured.ttft_s,
             "vision_s": tower.seconds,
             "vision_is_known": tower.is_known,
             "prompt_is_known": prompt.is_known,
-            "tpot_s": None if in_slots is not None and self.reused_tokens is not None else measured.tpot_s,
+            "tpot_s": None if self.slots is not None and self.reused_tokens is not None else measured.tpot_s,
             "tokens_in": whole.all,
             "tokens_out": measured.tokens_out[place],
             "vision_tokens": whole.vision,
@@ -120,11 +105,11 @@ class Answers:
             "kv_held_bytes": (measured.kv_bytes_prompt - measured.kv_room_bytes) // batch_size,
             "kv_room_bytes": measured.kv_room_bytes // batch_size,
             "realised_ratio": [shown * layer[place * beams] for layer in measured.realised_ratios],
-            "peak_kv_bytes": peak_kv_bytes,
-            "peak_memory_bytes": peak_memory_bytes,
+            "peak_kv_bytes": self.run_kv_bytes or max(measured.kv_bytes_prompt, measured.kv_bytes_end),
+            "peak_memory_bytes": None if is_spared else measured.peak_memory_bytes,
             "share_s": self.seconds / batch_size,
             # What was done when memory ran out.
-            "on_oom": "halve_batch" if in_slots is not None and in_slots.halved else None,
+            "on_oom": "halve_batch" if self.halved else None,
             "shows": batch.shows[place].hex(),
         }
 
@@ -213,7 +198,7 @@ class Answering:
     @property
     def _watches_tower(self) -> bool:
         """Whether the method reads the vision tower, which slows it down: its times must not mix with other cells'."""
-        tokens = self.compression.chosen.policy.tokens
+        tokens = self.compression.policy.tokens
         return tokens is not None and tokens.watches_tower
 
     def known_of_tower(self, batch: Batch) -> EncodedCalls:

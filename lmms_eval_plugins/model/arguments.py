@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +28,7 @@ from kvcompress import KVCompressError
 from kvcompress.calibration.files import BUNDLED as BUNDLED_CALIBRATIONS
 from kvcompress.errors import plain_number, shown, unknown_name
 
-from .input_methods import INPUT_METHODS, Chosen, choose, method_info, method_options, options_of_cache
+from .input_methods import INPUT_METHODS, Compression, choose, method_info, method_options
 
 # Defaults where questions are not timed one by one:
 LOOK_AHEAD = 2  # batches
@@ -55,30 +54,24 @@ LEGACY_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "video_decode_backend": (("pyav",), "videos are decoded with PyAV"),
 }
 TEMPLATE_NAME = re.compile(r"[a-z]\w{,98}", re.ASCII | re.IGNORECASE)
+AUTO = {"batch_size": ("auto(:[1-9][0-9]{0,5})?", "auto, nor auto:N"), "slots": ("auto", "auto")}
 PROSE = ("system_prompt",)  # text of any kind
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 LLAVA_ONEVISION_ARGUMENTS = ("mm_spatial_pool_stride", "mm_spatial_pool_mode", "tile_every_image")
 
 
-def number_or_auto(value: Any) -> int | str:
-    """Parse a batch size, `auto` or `auto:N` from a command line. Raises KVCompressError."""
-    if isinstance(value, str) and re.fullmatch(r"auto(:[1-9][0-9]{0,5})?", value):
+def number_or_auto(value: Any, field: ValidationInfo) -> Any:
+    """Parse a batch size or a number of slots from a command line: a number, or one of its AUTO words. Raises
+    KVCompressError."""
+    pattern, words = AUTO[field.field_name]
+    if value is None or (isinstance(value, str) and re.fullmatch(pattern, value)):
         return value
-    return _count("batch_size", value, "auto, nor auto:N")
-
-
-def number_of_slots(value: Any) -> int | str | None:
-    """Parse a number of slots or `auto` from a command line. Raises KVCompressError."""
-    return value if value in (None, "auto") else _count("slots", value, "auto")
-
-
-def _count(name: str, value: Any, others: str) -> int:
     try:
         number = plain_number(value, int)
     except ValueError:
         number = None
     if not isinstance(number, int | float) or number < 1 or number != int(number):
-        raise KVCompressError(f"{name}={shown(value)} is neither a positive number, nor {others}")
+        raise KVCompressError(f"{field.field_name}={shown(value)} is neither a positive number, nor {words}")
     return int(number)
 
 
@@ -98,30 +91,12 @@ class Arguments(BaseModel):
         return value
 
 
-class Compression(Arguments):
-    """A method, its options and its budget; checking them needs no model."""
+class Size(Arguments):
+    """A method and its size, as they are given."""
 
     method: str = "full"
     ratio: float | None = None
     budget: int | None = None
-    options: dict[str, Any] = Field(default_factory=dict)
-
-    @cached_property
-    def chosen(self) -> Chosen:
-        """What is done to the inputs and to the cache."""
-        return choose(self.method, self.ratio, self.budget, self.options)
-
-    @property
-    def of_cache(self) -> dict[str, Any]:
-        """The arguments of `kvcompress.compress`: with an input method, the cache keeps everything."""
-        if self.chosen.inputs is not None:
-            return options_of_cache(self.options)
-        return {"method": self.method, "ratio": self.ratio, "budget": self.budget, **self.options}
-
-    @model_validator(mode="after")
-    def _check(self) -> "Compression":
-        _ = self.chosen
-        return self
 
 
 class ModelArguments(Arguments):
@@ -142,7 +117,7 @@ class ModelArguments(Arguments):
     attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] | None = None
     batch_size: Annotated[int | str, BeforeValidator(number_or_auto)] = 1
     max_batch_size: PositiveInt | None = None
-    slots: Annotated[int | str | None, BeforeValidator(number_of_slots)] = None
+    slots: Annotated[int | str | None, BeforeValidator(number_or_auto)] = None
     prefill_tokens: PositiveInt | None = None
     use_cache: Literal[True] = True
     on_oom: Literal["raise", "halve_batch", "offload"] = "raise"
@@ -207,14 +182,6 @@ class ModelArguments(Arguments):
             raise KVCompressError(f"{field.field_name}={shown(name)} is not a device: {allowed}")
         return name
 
-    @field_validator("chat_template")
-    @classmethod
-    def _check_template(cls, name: str | None) -> str | None:
-        # A name may refer to one of the checkpoint's templates, which are not known before it is loaded.
-        if name is not None and not TEMPLATE_NAME.fullmatch(name) and not os.path.isfile(name):
-            raise KVCompressError(f"chat_template={shown(name)} is neither a file, nor 'plain', nor a template's name")
-        return name
-
     @field_validator("chat_template", "system_prompt")
     @classmethod
     def _check_text(cls, name: str | None) -> str | None:
@@ -227,21 +194,23 @@ class ModelArguments(Arguments):
 
     @field_validator("chat_template")
     @classmethod
-    def _check_jinja(cls, name: str | None) -> str | None:
-        """Check the template's syntax; other errors show only when it renders a conversation."""
+    def _check_template(cls, name: str | None) -> str | None:
+        """Check the syntax of a file; other errors show only when it renders a conversation. A name may refer to one of
+        the checkpoint's templates, which are not known before it is loaded."""
         from transformers.utils.chat_template_utils import _compile_jinja_template  # adds tags to Jinja's
 
-        if name not in (None, "plain") and os.path.isfile(name):
-            try:
-                _compile_jinja_template(Path(name).read_text(encoding="utf-8"))
-            except TemplateSyntaxError as error:
-                raise KVCompressError(
-                    f"chat_template={shown(name)} is no Jinja template: line {error.lineno}: {error.message}"
-                ) from None
-            except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:  # e.g. nested too deeply
-                raise KVCompressError(
-                    f"chat_template={shown(name)} is no Jinja template: {type(error).__name__}: {error}"
-                ) from None
+        if name in (None, "plain"):
+            return name
+        if not os.path.isfile(name):
+            if TEMPLATE_NAME.fullmatch(name):
+                return name
+            raise KVCompressError(f"chat_template={shown(name)} is neither a file, nor 'plain', nor a template's name")
+        try:
+            _compile_jinja_template(Path(name).read_text(encoding="utf-8"))
+        except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
+            what = f"line {error.lineno}" if isinstance(error, TemplateSyntaxError) else type(error).__name__
+            reason = error.message if isinstance(error, TemplateSyntaxError) else error
+            raise KVCompressError(f"chat_template={shown(name)} is no Jinja template: {what}: {reason}") from None
         return name
 
     @field_validator("pretrained")
@@ -252,37 +221,26 @@ class ModelArguments(Arguments):
         return name
 
     @model_validator(mode="after")
-    def _check_batch_size(self) -> "ModelArguments":
+    def _check_together(self) -> "ModelArguments":
+        size, slots, plan = (f"{name}={getattr(self, name)!r}" for name in ("batch_size", "slots", "tp_plan"))
         if isinstance(self.batch_size, int) and self.max_batch_size is not None:
             raise KVCompressError(f"max_batch_size={self.max_batch_size} goes with batch_size=auto only")
-        if isinstance(self.batch_size, str) and self.tp_plan is not None:
-            raise KVCompressError(
-                f"batch_size={self.batch_size!r} does not go with tp_plan={self.tp_plan!r}: give a number"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_slots(self) -> "ModelArguments":
         if self.prefill_tokens is not None and not isinstance(self.slots, int):
-            raise KVCompressError(f"prefill_tokens= goes with a number of slots, not with slots={self.slots!r}")
-        if self.slots is None:
-            return self
-        if self.batch_size != 1:
+            raise KVCompressError(f"prefill_tokens= goes with a number of slots, not with {slots}")
+        if self.slots is not None and self.batch_size != 1:
             raise KVCompressError(
-                f"slots={self.slots!r} does not go with batch_size={self.batch_size!r}: each request has a prefill of "
-                "its own; give one of the two"
+                f"{slots} does not go with {size}: each request has a prefill of its own; give one of the two"
             )
-        if self.on_oom == "offload":
-            raise KVCompressError(f"on_oom='offload' does not go with slots={self.slots!r}: raise and halve_batch do")
-        return self
-
-    @model_validator(mode="after")
-    def _check_tensor_parallel(self) -> "ModelArguments":
+        if self.slots is not None and self.on_oom == "offload":
+            raise KVCompressError(f"on_oom='offload' does not go with {slots}: raise and halve_batch do")
+        if self.tp_plan is None:
+            return self
+        if isinstance(self.batch_size, str):
+            raise KVCompressError(f"{size} does not go with {plan}: give a number")
         # Name -> the only value that works with tp_plan.
-        conflicts = {"device_map": None, "quantization": None, "on_oom": "raise", "slots": None}
-        for name, value in conflicts.items():
-            if self.tp_plan is not None and getattr(self, name) != value:
-                raise KVCompressError(f"{name}={getattr(self, name)!r} does not go with tp_plan={self.tp_plan!r}")
+        for name, value in {"device_map": None, "quantization": None, "on_oom": "raise", "slots": None}.items():
+            if getattr(self, name) != value:
+                raise KVCompressError(f"{name}={getattr(self, name)!r} does not go with {plan}")
         return self
 
     @field_validator("measurements_path")
@@ -356,7 +314,8 @@ def make_compression(
 ) -> Compression:
     """Check and return a compression; `method=None` is `full`. Raises KVCompressError."""
     size = without_none({"method": method, "ratio": ratio, "budget": budget})
-    return validated(Compression, options=without_none(options), **size)
+    asked = validated(Size, **size)
+    return choose(asked.method, asked.ratio, asked.budget, without_none(options))
 
 
 def without_none(values: dict[str, Any]) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class Sizes:
         if not self._args.fits_itself:
             return -len(request.args[0])
         _, _, _, doc_id, task, _ = request.args
-        key = (task, doc_id, self._answering.compression.chosen.identity)
+        key = (task, doc_id, self._answering.compression.identity)
         if key not in self._tokens:
             inputs = self._prepare([request], may_recall=False).inputs
             self._tokens[key] = inputs["input_ids"].shape[1]
@@ -162,8 +162,8 @@ class Sizes:
 
         An earlier run's size is reused, since its stored answers are those of whole batches."""
         key, device = key_of(requests, b"batch size"), self._answering.model.device
-        if store is not None and store.knows(key):
-            return store.get(key)
+        if store is not None and (known := store.get(key)) is not None:
+            return known
         kwargs = self._wanted(requests[0]).arguments
         size = largest_batch(
             lambda rows: self.try_batch(self._one_batch(requests[:rows]), kwargs),

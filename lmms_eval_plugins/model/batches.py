@@ -39,7 +39,7 @@ class Batch:
         prompts: the prompts as read, in the order of the rows; empty in a stored batch.
         media: the numbers of images and videos of each row; counted from `prompts` by default.
         whole: for each row, the tokens that its pictures are shrunk or left out from; None if nothing is.
-        reduction: what is done to the inputs, see `Chosen.identity`.
+        reduction: what is done to the inputs, see `Compression.identity`.
         shown: row -> the part of its overlay that no method changes, filled on first use; shared with the stored batch.
     """
 

@@ -21,7 +21,7 @@ from kvcompress.inflight.request import Answer
 from kvcompress.measure import Measurement
 from kvcompress.scoring.vision import vision_token_mask
 
-from .answering import Answering, Answers, InSlots, with_few_tokens
+from .answering import Answering, Answers, with_few_tokens
 from .batches import Batch
 from .generation import Generation
 from .kept_tokens import KeptSets
@@ -211,11 +211,9 @@ class Flight:
             each.inputs,
             each.kept,
             each.reused_tokens,
-            InSlots(
-                answer.waited_s + each.saved_before_s,
-                flight.slots,
-                flight.peak_kv_bytes,
-                None if self._is_spared else measured.peak_memory_bytes,
-                flight.halved > 0,
-            ),
+            flight.slots,
+            answer.waited_s + each.saved_before_s,
+            flight.peak_kv_bytes,
+            self._is_spared,
+            flight.halved > 0,
         )

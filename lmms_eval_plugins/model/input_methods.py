@@ -81,24 +81,36 @@ def size_of(name: str | None) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A method with its size and options, checked.
+class Compression:
+    """A method with its size and options, checked; that needs no model.
 
     Attributes:
+        method, ratio, budget, options: what is asked for.
         policy: what the cache does.
         inputs: what is done to the inputs before; None: nothing.
         most: the largest share or number of vision tokens that `inputs` leaves; None: none are left.
     """
 
+    method: str
+    ratio: float | None
+    budget: int | None
+    options: dict[str, Any]
     policy: Policy
     inputs: InputMethod | None = None
     most: Budget | None = None
 
     @property
-    def options(self) -> dict[str, object]:
+    def effective(self) -> dict[str, object]:
         """Every option with its effective value."""
         of_inputs = {} if self.inputs is None else {**asdict(self.inputs), "ratio_of": "vision"}
         return {**of_inputs, **self.policy.options}
+
+    @property
+    def of_cache(self) -> dict[str, Any]:
+        """The arguments of `kvcompress.compress`: with an input method, the cache keeps everything."""
+        if self.inputs is not None:
+            return options_of_cache(self.options)
+        return {"method": self.method, "ratio": self.ratio, "budget": self.budget, **self.options}
 
     @property
     def identity(self) -> bytes:
@@ -119,11 +131,12 @@ def options_of_cache(options: dict[str, Any]) -> dict[str, Any]:
     return {option: value for option, value in options.items() if option in all_options(core.method_info("full"))}
 
 
-def choose(method: str | None, ratio: float | None, budget: int | None, options: dict[str, Any]) -> Chosen:
+def choose(method: str | None, ratio: float | None, budget: int | None, options: dict[str, Any]) -> Compression:
     """Check a method, its size and its options. Raises KVCompressError."""
     info = method_info(method)
+    asked = (info.name, ratio, budget, options)
     if not issubclass(info.cls, InputMethod):
-        return Chosen(make_policy(method, ratio, budget, **options))
+        return Compression(*asked, make_policy(method, ratio, budget, **options))
     if unknown := [name for name in options if name not in method_options(info.name)]:
         raise unknown_name(f"method {info.name!r} has no option", unknown[0], method_options(info.name))
     if (of := options.get("ratio_of", "vision")) != "vision":
@@ -134,7 +147,7 @@ def choose(method: str | None, ratio: float | None, budget: int | None, options:
     if inputs.size:
         if budget is not None or ratio not in (None, *inputs.size.values()):
             raise KVCompressError(f"method {info.name!r} takes no size: ratio={ratio}, budget={budget}")
-        return Chosen(policy, inputs)
+        return Compression(*asked, policy, inputs)
     if ratio is None and budget is None:
         raise KVCompressError(f"method {info.name!r} needs ratio= or budget=: the share or number of vision tokens")
-    return Chosen(policy, inputs, Budget(ratio, budget))
+    return Compression(*asked, policy, inputs, Budget(ratio, budget))

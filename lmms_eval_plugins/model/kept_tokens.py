@@ -95,9 +95,8 @@ class Shown:
             seen = on_device(chat.inputs([replace(prompt, images=pictures)]), model.device)
             found = layouts(model, chat.processor, seen)
         images = [{"jpeg": base64.b64encode(jpeg(image)).decode(), "size": list(image.size)} for image in prompt.images]
-        if len(images) != len(
-            found
-        ):  # which tokens belong to which image is unknown: list images and strips separately
+        # Which tokens belong to which image may be unknown: then list images and strips separately.
+        if len(images) != len(found):
             note = found[0].note if found else ""
             found = [Layout(0, 0, note=note) for _ in images] + strips(vision, note)
             images += [{} for _ in found[len(images) :]]

@@ -30,17 +30,18 @@ from kvcompress.hooks.prefix_cache import PrefixCache
 from .answer_store import AnswerStore, from_json, key_of, to_json
 from .answerer import Answerer, question
 from .answering import Answering, Answers
-from .arguments import Compression, check_options, make_compression, parse_arguments
+from .arguments import check_options, make_compression, parse_arguments
 from .batch_size import Sizes
 from .batches import Batch, BatchStore, ahead
 from .fewshot import FewShot
 from .generation import Generation, check_one_sequence, generation_of
 from .in_flight import Flight, FlightRequest
+from .input_methods import Compression
 from .kept_tokens import Shown, record
 from .loading import device_of, load
 from .measurements import log_averages, write_rows
 from .prompts import ChatProcessor, digest, in_order, parts_of
-from .ranks import Dealt, of_each_rank
+from .ranks import Dealt
 from .reduced_inputs import Reducer
 from .shared_media import SharedMedia, media_of
 
@@ -82,7 +83,6 @@ class KVCompressLM(Answerer):
         decoder = copy.deepcopy(self.tokenizer) if self.args.batches_ahead else self.tokenizer
         self._reducer = Reducer(self.chat, self.model.config)
         self.answering = Answering(self.model, decoder, self.batches, compression)
-        self.rows: list[dict[str, Any]] = []
         self._times_asked: Counter[tuple[str, int]] = Counter()
         self.overlays = 0
         self.answer_store: AnswerStore | None = None
@@ -113,11 +113,8 @@ class KVCompressLM(Answerer):
         self.answering.begin_cell(compression)
 
     def reset_rows(self) -> None:
-        self.rows = []
+        super().reset_rows()
         self._times_asked.clear()
-
-    def gather_rows(self) -> list[dict[str, Any]]:
-        return sorted(chain.from_iterable(self._of_each_rank(self.rows)), key=lambda row: (row["task"], row["doc_id"]))
 
     # -- what lmms-eval calls -------------------------------------------------------------------------------------
 
@@ -260,25 +257,23 @@ class KVCompressLM(Answerer):
         if messages is None:
             messages = [self._messages(request) for request in requests]
         chats = [each if isinstance(each, str) else ChatMessages(messages=each) for each in messages]
-        chosen = self.compression.chosen
-        key = b"".join([*map(digest, chats), chosen.identity])
-        if may_recall and self._recall_key(requests, key) is not None:
+        key = b"".join([*map(digest, chats), self.compression.identity])
+        if may_recall and self._stored(requests, key) is not None:
             return Batch(key, BatchFeature())
         found, prompts = self.batches.get(key), []
         if found is None or any(map(self._has_overlay, requests)):
             prompts = [self.chat.read(chat, request.args[4]) for chat, request in zip(chats, requests, strict=True)]
         if found is None:
-            prompts, whole = self._reducer.reduced(prompts, chosen)
+            prompts, whole = self._reducer.reduced(prompts, self.compression)
             shows, inputs = [*map(media_of, messages)], self.chat.inputs(prompts)
-            return Batch(key, inputs, shows, prompts=prompts, whole=whole, reduction=chosen.identity)
+            return Batch(key, inputs, shows, prompts=prompts, whole=whole, reduction=self.compression.identity)
         return replace(found, prompts=prompts)
 
-    def _recall_key(self, requests: list[Instance], prompts: bytes) -> str | None:
-        """Return the key of an earlier run's answers to a batch; None if there are none."""
+    def _stored(self, requests: list[Instance], prompts: bytes) -> dict[str, Any] | None:
+        """Return what is stored of an earlier run's answers to a batch; None if nothing is."""
         if self.answer_store is None or any(map(self._has_overlay, requests)):
             return None
-        key = key_of(requests, prompts)
-        return key if self.answer_store.knows(key) else None
+        return self.answer_store.get(key_of(requests, prompts))
 
     def _answer_or_recall(self, requests: list[Instance], batch: Batch) -> Answered:
         """Answer requests, or recall an earlier run's answers with the seconds they took."""
@@ -291,9 +286,9 @@ class KVCompressLM(Answerer):
 
     def _recalled(self, requests: list[Instance], batch: Batch) -> Answered | None:
         """Return an earlier run's answers and add their rows; None if there are none."""
-        if (key := self._recall_key(requests, batch.key)) is None:
+        if (stored := self._stored(requests, batch.key)) is None:
             return None
-        results, rows, seconds = from_json(self.answer_store.get(key))
+        results, rows, seconds = from_json(stored)
         self.rows += rows
         return results, seconds
 
@@ -364,9 +359,6 @@ class KVCompressLM(Answerer):
                 self.rows[-1]["survivors"] = record(batch.shown[place], answers.kept, place, len(requests))
         return results
 
-    def _of_each_rank(self, value: Any) -> list[Any]:
-        return of_each_rank(value) if self.world_size > 1 else [value]  # the ranks of tp_plan are one model
-
     # -- small things ---------------------------------------------------------------------------------------------
 
     def _messages(self, request: Instance) -> list[dict[str, Any]] | str:
@@ -375,7 +367,7 @@ class KVCompressLM(Answerer):
 
     def _has_overlay(self, request: Instance) -> bool:
         # A prompt that shows something else has no token in common with the other methods' overlays.
-        return request.args[3] < self.overlays and self.compression.chosen.inputs is None
+        return request.args[3] < self.overlays and self.compression.inputs is None
 
     def _show(self, progress: tqdm, answered: int = 1) -> None:
         """Advance the progress bar."""

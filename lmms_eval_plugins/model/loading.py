@@ -225,41 +225,33 @@ def _set_up_processor(args: ModelArguments, processor: Any, needs_template: bool
             "chat_template=plain to send the task's text unchanged"
         )
     getattr(processor, "tokenizer", processor).padding_side = "left"
-    _set_up_video(args, processor)
-    if args.min_pixels is None and args.max_pixels is None and args.image_resize is None:
-        return
-    image_processor = getattr(processor, "image_processor", None)
-    if image_processor is None or "min_pixels" not in image_processor.valid_kwargs.__annotations__:
-        raise KVCompressError(
-            f"min_pixels, max_pixels and image_resize have no meaning for {args.pretrained}: its "
-            f"{type(processor).__name__} does not scale images by area"
-        )
+    if args.video_min_pixels is not None or args.video_max_pixels is not None:
+        names, bounds = "video_min_pixels and video_max_pixels", (args.video_min_pixels, args.video_max_pixels)
+        _set_area(args, processor, "video", "merge_size", names, bounds)
+    if args.min_pixels is not None or args.max_pixels is not None or args.image_resize is not None:
+        names, bounds = "min_pixels, max_pixels and image_resize", (args.min_pixels, args.max_pixels)
+        _set_area(args, processor, "image", "min_pixels", names, bounds)
     if args.image_resize is not None and importlib.util.find_spec(args.image_resize) is None:
         raise KVCompressError(f"image_resize={args.image_resize!r} needs a package: pip install qwen-vl-utils")
-    # For processors that scale by area, transformers stores the bounds under these two names.
-    size = image_processor.size
-    image_processor.size = type(size)(
-        shortest_edge=args.min_pixels or size["shortest_edge"], longest_edge=args.max_pixels or size["longest_edge"]
-    )
 
 
-def _set_up_video(args: ModelArguments, processor: Any) -> None:
-    """Set the bounds of a video's area, in place."""
-    if args.video_min_pixels is None and args.video_max_pixels is None:
-        return
-    video_processor = getattr(processor, "video_processor", None)
-    size = getattr(video_processor, "size", None) or {}
-    # Processors that scale by area merge patches into tokens; in others, the two names are lengths of edges.
-    kinds = getattr(getattr(video_processor, "valid_kwargs", None), "__annotations__", {})
-    if "merge_size" not in kinds or not size.get("shortest_edge") or not size.get("longest_edge"):
+def _set_area(
+    args: ModelArguments, processor: Any, kind: str, mark: str, names: str, bounds: tuple[int | None, int | None]
+) -> None:
+    """Set the bounds of an image's or a video's area, in place.
+
+    `mark`: an argument that only processors have which scale by area. They store the bounds under two names that are
+    lengths of edges in others. `names`: the arguments that set the bounds."""
+    part = getattr(processor, f"{kind}_processor", None)
+    size = getattr(part, "size", None) or {}
+    known = getattr(getattr(part, "valid_kwargs", None), "__annotations__", {})
+    if mark not in known or not size.get("shortest_edge") or not size.get("longest_edge"):
         raise KVCompressError(
-            f"video_min_pixels and video_max_pixels have no meaning for {args.pretrained}: its "
-            f"{type(processor).__name__} does not scale videos by area"
+            f"{names} have no meaning for {args.pretrained}: its {type(processor).__name__} does not scale {kind}s by "
+            "area"
         )
-    video_processor.size = type(size)(
-        shortest_edge=args.video_min_pixels or size["shortest_edge"],
-        longest_edge=args.video_max_pixels or size["longest_edge"],
-    )
+    low, high = bounds
+    part.size = type(size)(shortest_edge=low or size["shortest_edge"], longest_edge=high or size["longest_edge"])
 
 
 def _check_end_tokens(model: Any) -> None:

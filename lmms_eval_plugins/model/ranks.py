@@ -29,11 +29,8 @@ class Dealt:
 
     def __init__(self, requests: list[Instance], groups: list[Hashable], rank: int):
         """`groups` holds the group of each request. All ranks must call this, and then `returned`."""
-        self._rank, self._places, self.requests = (
-            rank,
-            [],
-            [],
-        )  # of each request, the rank that it comes from and its index there
+        self._rank, self.requests = rank, []
+        self._places = []  # of each request, the rank that it comes from and its index there
         messages_of = {request.args[4]: request.args[1] for request in requests}  # functions, which cannot be sent
         plain = [(request.args[:1] + request.args[2:], request.metadata) for request in requests]
         ranks = of_each_rank((set(messages_of), list(zip(groups, plain, strict=True))))

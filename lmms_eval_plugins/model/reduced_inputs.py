@@ -9,7 +9,7 @@ from PIL import Image
 from kvcompress import KVCompressError
 from kvcompress.scoring.vision import vision_token_mask
 
-from .input_methods import Blind, Chosen
+from .input_methods import Blind, Compression
 from .prompts import ChatProcessor, ChatPrompt, shapes_of
 
 if TYPE_CHECKING:
@@ -31,33 +31,35 @@ class Reducer:
         self._chat, self._config = chat, config
         self._shares: dict[tuple[object, ...], float] = {}
 
-    def reduced(self, prompts: list[ChatPrompt], chosen: Chosen) -> tuple[list[ChatPrompt], list[TokensOf | None]]:
+    def reduced(
+        self, prompts: list[ChatPrompt], compression: Compression
+    ) -> tuple[list[ChatPrompt], list[TokensOf | None]]:
         """Return the prompts that the model is shown, and the tokens of those given; None where nothing is done.
 
         Raises KVCompressError if the processor makes more tokens than asked for, however small the pictures are.
         """
-        both = [self._reduced(prompt, chosen) for prompt in prompts]
+        both = [self._reduced(prompt, compression) for prompt in prompts]
         return [prompt for prompt, _ in both], [whole for _, whole in both]
 
-    def _reduced(self, prompt: ChatPrompt, chosen: Chosen) -> tuple[ChatPrompt, TokensOf | None]:
-        if chosen.inputs is None or not (prompt.images or prompt.videos):
+    def _reduced(self, prompt: ChatPrompt, compression: Compression) -> tuple[ChatPrompt, TokensOf | None]:
+        if compression.inputs is None or not (prompt.images or prompt.videos):
             return prompt, None
         whole = self._tokens(prompt)
-        if isinstance(chosen.inputs, Blind):
+        if isinstance(compression.inputs, Blind):
             return without_media(prompt), whole
-        key = (shapes_of(prompt), chosen.identity)
+        key = (shapes_of(prompt), compression.identity)
         if key not in self._shares:
-            self._shares[key] = self._share(prompt, chosen, whole.vision)
-        return shrunk(prompt, self._shares[key], chosen.inputs.fewer_frames), whole
+            self._shares[key] = self._share(prompt, compression, whole.vision)
+        return shrunk(prompt, self._shares[key], compression.inputs.fewer_frames), whole
 
     def _tokens(self, prompt: ChatPrompt) -> TokensOf:
         ids = self._chat.inputs([prompt])["input_ids"]
         return TokensOf(ids.shape[1], int(vision_token_mask(self._config, ids).sum()))
 
-    def _share(self, prompt: ChatPrompt, chosen: Chosen, whole: int) -> float:
+    def _share(self, prompt: ChatPrompt, compression: Compression, whole: int) -> float:
         """Search by bisection for the share of the sides, or of the frames, that makes the most vision tokens within
         the limit; `whole`: those at full size."""
-        limit, fewer_frames = chosen.vision_tokens(whole), chosen.inputs.fewer_frames
+        limit, fewer_frames = compression.vision_tokens(whole), compression.inputs.fewer_frames
         if limit >= whole:
             return 1.0
         steps = _steps(prompt, fewer_frames)

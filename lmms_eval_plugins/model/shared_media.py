@@ -2,12 +2,13 @@
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from datasets import Dataset, Features, Image, Video
 from lmms_eval.api.instance import Instance
 from lmms_eval.protocol import ChatMessages
+from torch.utils._pytree import tree_leaves
 
 from .answerer import question
 from .prompts import digest
@@ -70,20 +71,12 @@ def stored_media(documents: Dataset, doc_id: int) -> bytes:
     """Return a digest of a document's stored images and videos, without decoding them; empty if there are none.
 
     `documents` has only these columns, in Arrow's format."""
-    parts = list(_parts(documents[doc_id].to_pylist()))
+    stored = tree_leaves(documents[doc_id].to_pylist())  # bytes, file names and None
+    parts = [part if isinstance(part, bytes) else str(part or "").encode() for part in stored]
     found = hashlib.blake2b(digest_size=16)
     for part in parts:
         found.update(len(part).to_bytes(8, "big") + part)
     return found.digest() if any(parts) else b""
-
-
-def _parts(stored: Any) -> Iterator[bytes]:
-    """Yield the bytes and the file names in a stored value."""
-    if isinstance(stored, dict | list):
-        for part in stored.values() if isinstance(stored, dict) else stored:
-            yield from _parts(part)
-    else:
-        yield stored if isinstance(stored, bytes) else b"" if stored is None else str(stored).encode()
 
 
 def media_of(messages: list[dict[str, Any]] | str) -> bytes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -32,7 +33,7 @@ class Encoded:
 
     def to(self, device: torch.device) -> Any:
         """Return the output on a device. Lists and dicts are copied, because beam search writes into them."""
-        return map_tensors(lambda tensor: tensor.to(device), self.output)
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), self.output)
 
 
 class VisionTower:
@@ -104,7 +105,8 @@ class VisionTower:
         self.spent_s += seconds
         if call not in self.known:
             peak = peak_memory(device) - self.held
-            found = Encoded(map_tensors(lambda tensor: tensor, output), device, seconds, peak)
+            copied = tree_map(lambda leaf: leaf, output)  # its containers only
+            found = Encoded(copied, device, seconds, peak)
         self.calls[call] = found
         return output
 
@@ -118,21 +120,6 @@ def without_hidden_states(output: Any) -> Any:
     return type(output)(**{name: value for name, value in output.items() if name not in dropped})
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply `function` to every tensor in `value`; containers are copied."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):  # ModelOutput, too
-        return type(value)(**{name: map_tensors(function, item) for name, item in value.items()})
-    if isinstance(value, list | tuple):
-        return type(value)([map_tensors(function, item) for item in value])
-    return value
-
-
 def tensor_bytes(value: Any) -> int:
     """Return the bytes of all tensors in `value`."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, dict):
-        return sum(tensor_bytes(item) for item in value.values())
-    return sum(tensor_bytes(item) for item in value) if isinstance(value, list | tuple) else 0
+    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))

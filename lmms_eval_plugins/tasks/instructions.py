@@ -20,19 +20,12 @@ QUESTIONS = 200
 COUNTS = (2, 3, 4, 5)  # instructions per prompt, in turn
 FILE = Path(__file__).parent / "several_instructions" / "questions.parquet"
 TOPICS = (
-    *("a day at the beach", "the moon", "how bread is baked", "a small library", "learning to swim", "the first snow"),
-    *("a train journey", "keeping a cat", "an old bridge", "the life of bees", "a street market", "growing tomatoes"),
-    *(
-        "a lost umbrella",
-        "the history of paper",
-        "riding a bicycle",
-        "a lighthouse",
-        "making tea",
-        "a walk in the rain",
-    ),
-    *("the school garden", "a village festival", "how clocks work", "a night in the mountains", "the colour blue"),
-    *("a letter from a friend", "repairing a chair", "the river in spring", "a chess game", "a new neighbour"),
-)
+    "a day at the beach", "the moon", "how bread is baked", "a small library", "learning to swim", "the first snow",
+    "a train journey", "keeping a cat", "an old bridge", "the life of bees", "a street market", "growing tomatoes",
+    "a lost umbrella", "the history of paper", "riding a bicycle", "a lighthouse", "making tea", "a walk in the rain",
+    "the school garden", "a village festival", "how clocks work", "a night in the mountains", "the colour blue",
+    "a letter from a friend", "repairing a chair", "the river in spring", "a chess game", "a new neighbour",
+)  # fmt: skip
 KEYWORDS = ("window", "copper", "morning", "silver", "honest", "seven", "music", "garden", "simple", "winter", "letter")
 COMMON = ("the", "and", "is", "very", "with", "of")  # words that are hard to do without
 ENDINGS = ("goodbye", "finally", "today", "together", "forever")

@@ -8,7 +8,6 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -25,15 +24,9 @@ UNJUDGED_WITHOUT = {"PROCESSOR": re.compile(r"^aime|^gpqa_.*openai")}
 SWITCH = "USE_LLM_JUDGE"  # a global of reasoning tasks, "True" if a judge is asked
 
 
-@dataclass(frozen=True)
-class Judge:
-    """A judge; `keys`: environment variables, one of which must hold its key; empty if it needs none."""
-
-    keys: tuple[str, ...]
-
-
-def judge_of(task: Any) -> Judge | None:
-    """Return the judge that may score a `lmms_eval.api.task.ConfigurableTask`; None if it needs none."""
+def judges_keys(task: Any) -> tuple[str, ...] | None:
+    """Return the environment variables, one of which must hold the key of the judge that may score a
+    `lmms_eval.api.task.ConfigurableTask`: empty if the judge needs no key, None if the task needs no judge."""
     off = [tasks for name, tasks in UNJUDGED_WITHOUT.items() if name not in os.environ]
     if any(tasks.search(task.config.task) for tasks in (UNJUDGED, *off)):
         return None
@@ -45,11 +38,11 @@ def judge_of(task: Any) -> Judge | None:
         return None
     api_type = os.environ.get("API_TYPE", "openai").lower()
     if search.uses_providers and api_type in WITHOUT_KEY:
-        return Judge(())
+        return ()
     read = {name for file in search.files for name in KEY_VARIABLE.findall(file.read_text(encoding="utf-8"))}
     if search.uses_providers:
         read.update(KEYS_OF_API_TYPE.get(api_type, ()))
-    return Judge(tuple(sorted(read)))
+    return tuple(sorted(read))
 
 
 class _Search:

@@ -22,6 +22,7 @@ from ..model.generation import NO_LIKELIHOOD
 from ..model.lm import KVCompressLM
 from ..model.loading import load_processor
 from ..model.prompts import ChatProcessor
+from ..model.ranks import of_each_rank
 
 MAX_NEW_TOKENS = 256  # unless the task or `max_new_tokens=` sets it; the default of lm-eval's `hf` model
 DEFAULT_DEVICE = "cuda:0"  # the default of lm-eval's command; without a GPU its `hf` model uses the CPU
@@ -54,9 +55,7 @@ class LmEvalAdapter(LM):
         results = self.answerer.generate_until([converted[place] for place in places])
         answers = dict(zip(places, (result.text for result in results), strict=True))
         if ranks > 1:
-            of_ranks: list[dict[int, str]] = [{} for _ in range(ranks)]
-            torch.distributed.all_gather_object(of_ranks, answers)
-            answers = {place: text for each in of_ranks for place, text in each.items()}
+            answers = {place: text for each in of_each_rank(answers) for place, text in each.items()}
         self.answerer.clean()
         return [answers[place] for place in range(len(converted))]
 

@@ -20,11 +20,11 @@ from lmms_eval_plugins import evaluate, tasks
 from lmms_eval_plugins.cells import data
 from lmms_eval_plugins.cells.processes import COMMAND
 from lmms_eval_plugins.model.answering import Answering
-from lmms_eval_plugins.tasks.judges import judge_of
+from lmms_eval_plugins.tasks.judges import judges_keys
 from lmms_eval_plugins.tiny_vlm import dataset
 from tests import official_tasks_page
 from tests.support.official_runs import run
-from tests.support.official_tasks import local_data
+from tests.support.official_tasks import local_data, official_tasks
 
 pytestmark = pytest.mark.usefixtures("one_tiny_model", "plots_not_drawn")
 
@@ -128,7 +128,7 @@ def c_loaded(file):
 def test_every_generated_task_of_lmms_eval_is_understood(monkeypatch):
     """Their output types and generation arguments, as their YAMLs have them."""
     monkeypatch.setattr(lmms_eval.utils.yaml, "full_load", c_loaded)
-    names, refused = tasks.official_tasks(), {}
+    names, refused = official_tasks(), {}
     assert len(names) > 1300
     for name, path in names.items():
         config = lmms_eval.utils.load_yaml_config(str(path), mode="simple")
@@ -167,12 +167,12 @@ def test_what_cannot_be_evaluated_is_said_before_data_and_model(task, code, word
 def test_judges_are_told_from_scorers_of_the_same_folder():
     """By the code that a score needs: beside tasks with a judge lie others that ask none."""
     for name, is_judged in (("mmbench_en_dev_static", False), ("mmbench_en_test", False), ("mmbench_cn_dev", True)):
-        config = lmms_eval.utils.load_yaml_config(str(tasks.official_tasks()[name]), mode="full")
-        assert (judge_of(_Made(config)) is not None) == is_judged
+        config = lmms_eval.utils.load_yaml_config(str(official_tasks()[name]), mode="full")
+        assert (judges_keys(_Made(config)) is not None) == is_judged
 
 
 class _Made:
-    """What `judge_of` looks at, of a task that is not made, for it has no data."""
+    """What `judges_keys` looks at, of a task that is not made, for it has no data."""
 
     def __init__(self, config):
         self.config = type("config", (), {"task": config["task"], "process_results": config.get("process_results")})

@@ -9,8 +9,9 @@ import pytest
 
 import kvcompress
 from lmms_eval_plugins import evaluate
+from lmms_eval_plugins.cells.data import find_tasks
 from lmms_eval_plugins.model.shared_media import SharedMedia
-from lmms_eval_plugins.tasks import BUNDLED_TASKS, task_manager
+from lmms_eval_plugins.tasks import BUNDLED_TASKS
 from lmms_eval_plugins.tasks import regimes as scoring
 from lmms_eval_plugins.tasks.many import PER_PICTURE
 from lmms_eval_plugins.tiny_vlm import CHECKPOINT, dataset
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_tiny_model", "plots_not_drawn")
 @pytest.fixture(scope="module")
 def tasks():
     names = ["tiny_textvqa", "tiny_textvqa_color"]
-    return lmms_eval_tasks.get_task_dict(names, task_manager(names), "chat")
+    return lmms_eval_tasks.get_task_dict(names, find_tasks(names), "chat")
 
 
 def test_bundled_tasks_use_the_official_prompt_metric_and_aggregation(tasks):
@@ -56,7 +57,7 @@ def test_bundled_tasks_hold_what_is_shipped(tasks):
 @pytest.mark.parametrize("count", [2, 6, 18])
 def test_questions_of_one_picture_follow_one_another_and_are_told_to_share_it(count):
     name = f"tiny_many_{count}"
-    (task,) = lmms_eval_tasks.get_task_dict([name], task_manager([name]), "chat").values()
+    (task,) = lmms_eval_tasks.get_task_dict([name], find_tasks([name]), "chat").values()
     docs = task.test_docs()
     asked = [SimpleNamespace(args=(None, None, None, place, name, "test")) for place in range(len(docs))]
     for groups in (docs["image_id"], SharedMedia(asked, {name: {"test": docs}}).groups(asked)):
@@ -86,7 +87,7 @@ def test_official_textvqa_runs_untouched_from_a_local_folder(tmp_path, monkeypat
     dataset.main()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    manager = task_manager(["textvqa_val"])
+    manager = find_tasks(["textvqa_val"])
     (task,) = lmms_eval_tasks.get_task_dict(["textvqa_val"], manager, "chat").values()
     doc = task.test_docs()[0]
     assert len(task.test_docs()) == 500
@@ -95,17 +96,17 @@ def test_official_textvqa_runs_untouched_from_a_local_folder(tmp_path, monkeypat
 
 
 def test_only_the_folders_of_the_named_tasks_are_indexed():
-    assert len(task_manager(["tiny_textvqa", "textvqa_val"]).all_tasks) < 20
+    assert len(find_tasks(["tiny_textvqa", "textvqa_val"]).all_tasks) < 20
 
 
 @pytest.mark.slow  # the whole index
 def test_groups_and_tags_of_lmms_eval_are_found():
-    assert "mmmu" in task_manager(["mmmu", "tiny_textvqa"]).all_tasks
+    assert "mmmu" in find_tasks(["mmmu", "tiny_textvqa"]).all_tasks
 
 
 def test_an_unknown_task_is_one_clear_error(small_index):
     with pytest.raises(kvcompress.KVCompressError, match=r"unknown task 'tiny_textvqq'.*tiny_textvqa"):
-        task_manager(["tiny_textvqq"])
+        find_tasks(["tiny_textvqq"])
 
 
 def test_each_task_runs_through_the_plugin(tmp_path, monkeypatch, small_index):

@@ -9,6 +9,7 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from lmms_eval.tasks.mvbench.utils import DATA_LIST as MVBENCH_FOLDERS
 from lmms_eval.utils import load_yaml_config
 from PIL import Image
 
-from lmms_eval_plugins import tasks
-from lmms_eval_plugins.tasks import official_tasks
+from lmms_eval_plugins.cells import plan
+from lmms_eval_plugins.cells.names import index_of, lmms_eval_folder
+from lmms_eval_plugins.tasks import BUNDLED_TASKS
 from tests.support.checkpoints import write_video
 
 TASKS = Path(lmms_eval.tasks.__file__).parent
@@ -124,6 +126,12 @@ VIDEOS = {
 }
 
 
+@cache
+def official_tasks() -> dict[str, Path]:
+    """Return name -> file of every task of the installed lmms-eval."""
+    return {name: file for name, (kind, file) in index_of(lmms_eval_folder()).items() if kind == "task"}
+
+
 def leaves(name: str) -> list[str]:
     """Return the lmms-eval tasks of a group or a tag; a task is its own."""
     if name in official_tasks():
@@ -203,10 +211,10 @@ def write_data(names: list[str], data_root: Path, hf_home: Path, rows: int = 3) 
         (data_root / path / "README.md").write_text(f"---\n{header}---\n", encoding="utf-8")
 
 
-def index_of(*names: str) -> lmms_eval.tasks.TaskManager:
+def manager_of(*names: str) -> lmms_eval.tasks.TaskManager:
     """Return a task manager that has indexed only the folders of these tasks, as all 1900 YAMLs take seconds."""
     folders = sorted({str(official_tasks()[name].parent) for name in names})
-    return lmms_eval.tasks.TaskManager(include_defaults=False, include_path=[*folders, str(tasks.BUNDLED_TASKS)])
+    return lmms_eval.tasks.TaskManager(include_defaults=False, include_path=[*folders, str(BUNDLED_TASKS)])
 
 
 @contextlib.contextmanager
@@ -215,7 +223,7 @@ def local_data(root: Path, *names: str, rows: int = 3) -> Iterator[None]:
     if not (root / "data").exists():
         write_data(names, root / "data", root / "hf", rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tasks, "task_manager", lambda wanted, model_name=None: index_of(*names))
+        patch.setattr(plan, "find_tasks", lambda wanted, include_path: manager_of(*names))
         patch.setenv("HF_HOME", str(root / "hf"))
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("OMP_NUM_THREADS", "1")

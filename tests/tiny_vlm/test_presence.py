@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from lmms_eval_plugins import evaluate
+from lmms_eval_plugins.cells.data import find_tasks
 from lmms_eval_plugins.tasks import presence as scoring
-from lmms_eval_plugins.tasks import task_manager
 from tests.support.checkpoints import save_checkpoint
 from tiny_vlm.presence import FILE, PICTURES, TASK, draw_pictures
 
@@ -70,7 +70,7 @@ def test_the_first_word_is_the_answer_and_counts_for_its_kind(answer, said, scor
 
 
 def test_pictures_are_shown_larger_and_the_text_keeps_its_capitals():
-    tasks = pytest.importorskip("lmms_eval.tasks").get_task_dict([TASK], task_manager([TASK]), "chat")
+    tasks = pytest.importorskip("lmms_eval.tasks").get_task_dict([TASK], find_tasks([TASK]), "chat")
     docs = tasks[TASK].test_docs()
     assert len(docs) == 2 * PICTURES
     assert tasks[TASK].doc_to_visual(docs[0])[0].size == (468, 468)

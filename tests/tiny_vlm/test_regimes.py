@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from lmms_eval_plugins.cells.data import find_tasks
 from lmms_eval_plugins.tasks import regimes as scoring
-from lmms_eval_plugins.tasks import task_manager
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader
 from lmms_eval_plugins.tiny_vlm.dataset import COLOR, HEADLINE
 from lmms_eval_plugins.tiny_vlm.questions import POST_PROMPT
@@ -362,7 +362,7 @@ def test_compression_leaves_pictures_and_clips_as_they_were_drawn(regime, tmp_pa
 def tasks():
     lmms_eval_tasks = pytest.importorskip("lmms_eval.tasks")
     names = [f"tiny_{regime}" for regime in REGIMES]
-    return lmms_eval_tasks.get_task_dict(names, task_manager(names), "chat")
+    return lmms_eval_tasks.get_task_dict(names, find_tasks(names), "chat")
 
 
 def test_the_tasks_ask_what_training_asks(tasks, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from kvcompress.errors import KVCompressError
 from kvcompress.tokens import TokenMethod
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import names
-from lmms_eval_plugins.cells.names import GROUPS, asked_for, check_names, defined_in, task_folders, task_kinds
+from lmms_eval_plugins.cells.names import GROUPS, asked_for, check_names, defined_in, index_of, lmms_eval_folder
 from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.model.arguments import LEGACY_ARGUMENTS, ModelArguments
@@ -73,7 +73,7 @@ def test_a_method_whose_name_its_text_does_not_show_switches_the_check_off(tmp_p
 
 def test_a_task_file_that_includes_itself_is_read_once(tmp_path):
     (tmp_path / "a.yaml").write_text("include: a.yaml\ntask: mine\n")
-    assert names.task_kinds(tmp_path) == {"mine": "task"}
+    assert index_of(tmp_path) == {"mine": ("task", tmp_path / "a.yaml")}
 
 
 def test_a_task_that_was_written_meanwhile_is_known(tmp_path):
@@ -224,7 +224,7 @@ def test_what_a_file_includes_is_its_own_unless_it_says_otherwise(tmp_path):
 
 
 def test_tasks_groups_and_tags_of_the_installed_lmms_eval_are_found():
-    kinds = task_kinds(task_folders()["lmms-eval"])
+    found = index_of(lmms_eval_folder())
     # With a blank before the colon, a byte-order mark, comments in a list, a tag, one in a template; an ordinary one.
     for name, kind in (
         ("flickr30k_test", "task"),
@@ -234,11 +234,11 @@ def test_tasks_groups_and_tags_of_the_installed_lmms_eval_are_found():
         ("verl_reasoning", "tag"),
         ("mmmu_val", "task"),
     ):
-        assert kinds.get(name) == kind
+        assert found[name][0] == kind
 
 
 @pytest.mark.slow
 def test_every_name_of_lmms_evals_own_index_is_found_and_no_other():
     from lmms_eval.tasks import TaskManager
 
-    assert task_kinds(task_folders()["lmms-eval"]).keys() == set(TaskManager().all_tasks)
+    assert index_of(lmms_eval_folder()).keys() == set(TaskManager().all_tasks)

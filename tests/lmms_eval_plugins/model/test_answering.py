@@ -11,7 +11,7 @@ from loguru import logger
 from kvcompress.bench.pretended.device import PretendedCuda
 from kvcompress.measure import Measurement
 from lmms_eval_plugins.model import answering
-from lmms_eval_plugins.model.answering import Answering, Answers, InSlots, decoded_with, static_advice
+from lmms_eval_plugins.model.answering import Answering, Answers, decoded_with, static_advice
 from lmms_eval_plugins.model.arguments import make_compression
 from lmms_eval_plugins.model.batches import Batch
 from tests.support.checkpoints import load_lm, requests
@@ -48,8 +48,9 @@ def test_a_row_of_a_batch_has_its_own_counts_and_its_share_of_the_bytes():
     spared = replace(answers, reused_tokens=11)
     unknown = dict.fromkeys(("ttft_s", "peak_memory_bytes"))
     assert spared.row(request, batch, 1) == {**row, "reused_tokens": 5, **unknown}
-    in_slots = InSlots(waited_s=0.5, slots=4, peak_kv_bytes=120, peak_memory_bytes=None, halved=False)
-    assert replace(spared, in_slots=in_slots).row(request, batch, 1)["tpot_s"] is None
+    in_flight = replace(spared, waited_s=0.5, slots=4, run_kv_bytes=130, is_spared=True)
+    of_slot = {"tpot_s": None, "slots": 4, "waited_s": 0.5, "peak_kv_bytes": 130}
+    assert in_flight.row(request, batch, 1) == {**row, "reused_tokens": 5, **unknown, **of_slot}
 
 
 # -- fixed shapes are recommended if a decode step is bound by launches on CUDA, and only then

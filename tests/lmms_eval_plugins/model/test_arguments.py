@@ -8,8 +8,8 @@ from kvcompress import KVCompressError
 from lmms_eval_plugins.model.arguments import (
     LEGACY_ARGUMENTS,
     TINY_CHECKPOINT,
-    Compression,
     ModelArguments,
+    Size,
     make_compression,
     model_arguments,
     parse_arguments,
@@ -45,7 +45,7 @@ def test_none_means_the_default(none):
 
 @pytest.mark.parametrize(("given", "merge"), [("none", "none"), ("None", "d2o"), (None, "d2o"), ("average", "average")])
 def test_no_merging_is_a_value_and_not_the_default(given, merge):
-    assert make_compression("d2o", 0.2, merge=given).chosen.policy.chosen("merge") == merge
+    assert make_compression("d2o", 0.2, merge=given).policy.chosen("merge") == merge
 
 
 def test_tiny_is_the_bundled_checkpoint():
@@ -197,7 +197,7 @@ def test_an_unknown_generation_argument_is_an_error():
 
 def test_every_argument_is_documented():
     text = DOCS.read_text(encoding="utf-8")
-    names = {*ModelArguments.model_fields, *Compression.model_fields, *LEGACY_ARGUMENTS} - {"legacy", "options"}
+    names = {*ModelArguments.model_fields, *Size.model_fields, *LEGACY_ARGUMENTS} - {"legacy"}
     assert [name for name in sorted(names) if f"`{name}`" not in text] == []
 
 

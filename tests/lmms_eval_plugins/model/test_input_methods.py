@@ -145,7 +145,7 @@ def test_a_row_counts_the_questions_own_tokens_and_the_share_of_them_that_was_sh
     gone = full["vision_tokens"] - shown
     assert row["realised_ratio"] == pytest.approx([1 - gone / full["tokens_in"]] * len(row["realised_ratio"]))
     assert row["kv_held_bytes"] < full["kv_held_bytes"]
-    options = make_compression("downsample", 0.5).chosen.options
+    options = make_compression("downsample", 0.5).effective
     low, high = plausible.realised_ratio(
         {"method": "downsample", "ratio": 0.5, "budget": None, "options": options}, row
     )

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -23,7 +22,6 @@ from lmms_eval_plugins.reproduce.__main__ import main
 from lmms_eval_plugins.reproduce.config import CONFIGS, load_config, load_reference
 from lmms_eval_plugins.reproduce.plan import plan
 from lmms_eval_plugins.reproduce.table import interval
-from lmms_eval_plugins.tasks import BUNDLED_TASKS, official_tasks, task_names
 from tests.lmms_eval_plugins.test_evaluate import clean_process  # noqa: F401 (a fixture that each test here uses)
 from tests.support.result_cells import write_answers as write
 
@@ -47,7 +45,7 @@ MINIMAL = {
 @pytest.fixture
 def configuration(tmp_path, monkeypatch):
     """Writes a configuration with changes, and its reference. lmms-eval seems to have its tasks."""
-    installed = names.installed_tasks() | {"one", "two"}
+    installed = names.installed_tasks() | {name: ("task", tmp_path) for name in ("one", "two")}
     monkeypatch.setattr(names, "installed_tasks", lambda: installed)
 
     def write_file(values=None, **changes):
@@ -118,17 +116,9 @@ def test_tasks_and_metrics_of_shipped_files_are_a_harness_s(name):
         assert "output_type: multiple_choice" not in text  # a likelihood, which is not evaluated
 
 
-@cache
-def known_files() -> dict[str, Path]:
-    """Task or group of lmms-eval -> its file."""
-    folder = names.task_folders()["lmms-eval"]
-    found = {name: file for file in folder.rglob("*.yaml") for name in names.defined_in(file)}
-    return {**found, **official_tasks(), **task_names(BUNDLED_TASKS)}
-
-
 def task_files(task):
     """The text of a task's file with the one that it includes; of a group, of its tasks' files."""
-    path = known_files()[task]
+    _, path = names.installed_tasks()[task]
     text = path.read_text()
     if "group:" in text:
         return "\n".join(task_files(each) for each in re.findall(r"^ *- (\w+)$", text, flags=re.MULTILINE))
