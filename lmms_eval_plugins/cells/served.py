@@ -1,34 +1,31 @@
-"""`--server URL`: a server of chat completions answers, with several questions under way at once.
+"""`--server URL`: a server of chat completions answers, asked by lmms-eval's own OpenAI-compatible model.
 
-lmms-eval's own OpenAI-compatible model is not used: it drops stop strings; takes 1024 tokens where a task says nothing;
-asks for other settings where a model's name contains `o1`; scores the message of a failed request as its answer; and
-counts words where a server counts no tokens.
+That model (`lmms_eval/models/chat/openai.py` of 0.7.3) encodes the messages, keeps several requests under way, and
+counts tokens. What a request asks beside its messages comes from `ServedLM`, because that model drops stop strings;
+takes 1024 tokens where a task says nothing; asks for other settings where a model's name contains `o1`; scores the
+message of a failed request as its answer; and counts words where a server counts no tokens.
 """
 
+import json
 import os
-import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import torch
 from accelerate import Accelerator
-from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
-from lmms_eval.models.model_utils.gen_metrics import log_metrics
-from lmms_eval.models.model_utils.usage_metrics import log_usage
-from lmms_eval.protocol import ChatMessages
-from openai.types.chat import ChatCompletion
+from lmms_eval.api.instance import GenerationResult, Instance
 from tqdm import tqdm
 
 from kvcompress import KVCompressError
 from kvcompress.errors import one_line, shown
 from kvcompress.serve.command import API_KEY
 
-from ..model.answerer import Answerer
+from ..model.answerer import Answerer, question
 from ..model.arguments import ModelArguments
 from ..model.fewshot import FewShot
 from ..model.generation import Generation, generation_of
@@ -42,7 +39,6 @@ from .request import Request
 from .results import Cell
 
 Cells = list[tuple[Cell, dict[str, Any]]]  # each with all options of its method
-_Answered = tuple[GenerationResult, dict[str, Any], float]  # an answer, its row, and the seconds it took
 
 ARGUMENTS = ("slots", "max_new_tokens")  # of the model's, those that go with a server
 SLOTS = 16  # questions under way at once, where slots= says nothing
@@ -155,11 +151,19 @@ class ServedLM(Answerer):
 
     def __init__(self, args: ModelArguments, server: Server):
         super().__init__()
+        from lmms_eval.models.chat.openai import OpenAICompatible
+
         self.args, self.server = args, server
         self.accelerator, self.device = Accelerator(cpu=True), torch.device("cpu")
         self.few_shot = FewShot()
         self.progress_bar: Callable[[int], tqdm] = partial(tqdm, desc=server.model)
         self._client = client_of(server.url)
+        # Retries are the client's own, which wait as long as a server asks them to.
+        self._theirs = OpenAICompatible(
+            model=server.model, base_url=server.url, api_key=self._client.api_key, num_concurrent=args.slots,
+            max_retries=1, retry_backoff_s=0, prefix_aware_queue=False,
+        )  # fmt: skip
+        self._theirs._rank = 1  # hides its progress bar
 
     def set_cell(self, *size: Any, **options: Any) -> None:
         """Accept a cell, as `KVCompressLM` does; the server has its method."""
@@ -172,58 +176,50 @@ class ServedLM(Answerer):
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         """Ask all requests, and return the answers in their order. Raises KVCompressError for what a server cannot be
         asked, EvaluationFailed if it fails."""
-        waiting, running, answered = enumerate(requests), {}, {}
-        with ThreadPoolExecutor(self.args.slots) as threads, self.progress_bar(len(requests)) as progress:
-            while len(answered) < len(requests):
-                # The prompts are written in this thread: a task's own code need not run in several.
-                for place, request in islice(waiting, self.args.slots - len(running)):
-                    running[self._start(threads, request)] = place
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    answered[running.pop(future)] = future.result()
-                    progress.update()
-        in_order = [answered[place] for place in range(len(requests))]
-        self.rows += [row for _, row, _ in in_order]
-        seconds, tokens = sum(each for *_, each in in_order), sum(row["tokens_out"] for _, row, _ in in_order)
-        log_metrics(total_elapsed_time=seconds, total_gen_tokens=tokens, avg_speed=tokens / seconds if seconds else 0)
-        return [result for result, *_ in in_order]
+        results: list[GenerationResult | None] = [None] * len(requests)
+        alike: dict[str, list[int]] = {}  # places of requests with the same generation arguments
+        for place, request in enumerate(requests):
+            alike.setdefault(json.dumps(request.args[2], sort_keys=True, default=str), []).append(place)
+        self._theirs.task_dict = self.task_dict
+        with self.progress_bar(len(requests)) as progress:
+            for places in alike.values():
+                answers = self._ask([requests[place] for place in places], progress)
+                for place, answer in zip(places, answers, strict=True):
+                    results[place] = answer
+        return results
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[list[str]]:
         raise NotImplementedError("`check_task` refuses such tasks")
 
-    def _start(self, threads: ThreadPoolExecutor, request: Instance) -> Future[_Answered]:
-        """Write a request's prompt and ask it in another thread. Raises KVCompressError for videos and sound."""
-        _, doc_to_messages, kwargs, doc_id, task, split = request.args
-        wanted = generation_of(kwargs, self.args.max_new_tokens)
-        given = self.few_shot.messages(doc_to_messages, self.task_dict[task][split][doc_id], doc_id)
-        messages = [{**message, "content": [_part(part) for part in message["content"]]} for message in given]
-        row = {
-            "task": task,
-            "doc_id": doc_id,
-            "split": split,
-            "images": sum(part["type"] == "image" for message in messages for part in message["content"]),
-            "videos": 0,
-            "shows": media_of(messages).hex(),
-            "rank": 0,
-        }
-        body = {"messages": ChatMessages(messages=messages).to_openai_messages(), **asked(wanted)}
-        return threads.submit(self._ask, body, wanted, row)
-
-    def _ask(self, body: dict[str, Any], wanted: Generation, row: dict[str, Any]) -> _Answered:
-        """Return the answer to a request, its row, and the seconds that it took."""
-        start = time.perf_counter()
-        try:
-            answer: ChatCompletion = self._client.chat.completions.create(model=self.server.model, **body)
-            if answer.usage is None:
-                raise EvaluationFailed("it does not say how many tokens an answer has")
-        except Exception as error:
-            raise EvaluationFailed(failure(self.server.url, error)) from error
-        seconds, usage = time.perf_counter() - start, answer.usage
-        thought = usage.completion_tokens_details and usage.completion_tokens_details.reasoning_tokens
-        counts = TokenCounts(usage.prompt_tokens, usage.completion_tokens, thought or 0)
-        log_usage(self.server.model, None, counts.input_tokens, counts.output_tokens, counts.reasoning_tokens)
-        text = wanted.cut(answer.choices[0].message.content or "")  # None where a model only thought
-        row |= {"tokens_in": counts.input_tokens, "tokens_out": counts.output_tokens, "answer": text}
-        return GenerationResult(text=text, token_counts=counts), row, seconds
+    def _ask(self, requests: list[Instance], progress: tqdm) -> list[GenerationResult]:
+        """Ask requests with the same generation arguments."""
+        wanted = generation_of(requests[0].args[2], self.args.max_new_tokens)
+        asking = _Asking(self._client, {"model": self.server.model, **asked(wanted)}, progress)
+        self._theirs.client = SimpleNamespace(chat=SimpleNamespace(completions=asking))
+        prompts = [_Prompt(request, self.few_shot) for request in requests]
+        answers = self._theirs.generate_until([prompt.request for prompt in prompts])
+        if asking.error is not None:
+            raise EvaluationFailed(failure(self.server.url, asking.error)) from asking.error
+        results = []
+        for request, answer, prompt in zip(requests, answers, prompts, strict=True):
+            text, counts = wanted.cut(answer.text), answer.token_counts
+            task, doc_id = question(request)
+            self.rows.append(
+                {
+                    "task": task,
+                    "doc_id": doc_id,
+                    "split": request.args[5],
+                    "tokens_in": counts.input_tokens,
+                    "tokens_out": counts.output_tokens,
+                    "images": prompt.images,
+                    "videos": 0,
+                    "shows": prompt.digest.hex(),
+                    "rank": 0,
+                    "answer": text,
+                }
+            )
+            results.append(replace(answer, text=text))
+        return results
 
 
 def asked(wanted: Generation) -> dict[str, Any]:
@@ -241,7 +237,61 @@ def asked(wanted: Generation) -> dict[str, Any]:
     return {**body, **({"stop": wanted.until} if 0 < len(wanted.until) <= MOST_STOPS else {})}
 
 
+class _Prompt:
+    """A request for lmms-eval's model, with the messages that a model in this process reads.
+
+    Attributes:
+        images, digest: number and digest of the pictures shown, once the messages are read.
+    """
+
+    def __init__(self, request: Instance, few_shot: FewShot):
+        context, self._messages, *others = request.args
+        self._few_shot, self._doc_id = few_shot, request.args[3]
+        self.request = replace(request, arguments=(context, self._read, *others))
+        self.images, self.digest = 0, b""
+
+    def _read(self, doc: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return a document's messages. Raises KVCompressError for videos and sound."""
+        messages = self._few_shot.messages(self._messages, doc, self._doc_id)
+        read = [{**message, "content": [_part(part) for part in message["content"]]} for message in messages]
+        self.images = sum(part["type"] == "image" for message in read for part in message["content"])
+        self.digest = media_of(read)
+        return read
+
+
 def _part(part: dict[str, Any]) -> dict[str, Any]:
     if part["type"] not in ("text", "image"):
         raise KVCompressError(f"--server: content of type {part['type']!r} is not sent to a server: text, image")
     return part if part["type"] == "text" else {**part, "url": read_image(part["url"])}
+
+
+@dataclass
+class _Asking:
+    """What lmms-eval's model takes for OpenAI's `client.chat.completions`. It is called by several threads.
+
+    Attributes:
+        body: what each request asks beside its messages.
+        error: why the first request failed. Those after it fail at once.
+    """
+
+    client: openai.OpenAI
+    body: dict[str, Any]
+    progress: tqdm
+    error: Exception | None = None
+    _one: Lock = field(default_factory=Lock)
+
+    def create(self, messages: list[dict[str, Any]], **ignored: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        try:
+            answer = self.client.chat.completions.create(messages=messages, **self.body)
+            if answer.usage is None:
+                raise EvaluationFailed("it does not say how many tokens an answer has")
+        except Exception as error:
+            self.error = self.error or error
+            raise
+        message = answer.choices[0].message
+        message.content = message.content or ""  # None where a model only thought
+        with self._one:
+            self.progress.update()
+        return answer

@@ -171,15 +171,16 @@ def test_each_request_asks_what_the_task_wants(monkeypatch):
         request(2, max_new_tokens=5, until=[";"]),
         request(3, until=list("vwxyz")),
     ]
-    assert other.answers(*requests) == ["answer 1", "answer 2;no", "", "ans"]
+    # Requests with the same arguments are asked one after the other.
+    assert other.answers(*requests) == ["answer 1", "", "answer 2", "ans"]
     beside = [{name: value for name, value in asked.items() if name != "messages"} for asked in other.asked]
     assert beside == [
         {"model": "o1", "max_tokens": 5, "temperature": 0, "stop": [";"]},
-        {"model": "o1", "max_tokens": 128, "temperature": 0.5, "top_p": 0.9},
         {"model": "o1", "max_tokens": 5, "temperature": 0, "stop": [";"]},
+        {"model": "o1", "max_tokens": 128, "temperature": 0.5, "top_p": 0.9},
         {"model": "o1", "max_tokens": 128, "temperature": 0},
     ]
-    ((picture, text),) = [message["content"] for message in other.asked[2]["messages"]]
+    ((picture, text),) = [message["content"] for message in other.asked[1]["messages"]]
     assert picture["image_url"]["url"].startswith("data:image/png;base64,")
     assert text == {"type": "text", "text": "What is 2?"}
     row = other.lm.gather_rows()[2]
