@@ -11,8 +11,6 @@ import threading
 import time
 from pathlib import Path
 
-import datasets
-import huggingface_hub.constants
 import psutil
 import pytest
 import torch
@@ -22,68 +20,11 @@ from kvcompress import files
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import run as cell_run
 from lmms_eval_plugins.cells.errors import EvaluationFailed
+from lmms_eval_plugins.cells.results import read_cell as read
 from lmms_eval_plugins.model.lm import KVCompressLM
+from tests.support.evaluation import FOUR, error_line
 
-pytestmark = pytest.mark.usefixtures("plots_not_drawn")
-
-FOUR = ["tiny_textvqa", "tiny", "snapkv", "0.2"]
-
-
-@pytest.fixture(autouse=True)
-def clean_process(monkeypatch, tmp_path, one_tiny_model):
-    """Each test in a folder of its own, and with what `main` sets for a whole process put back."""
-    import lmms_eval.api.task
-    import lmms_eval.evaluator
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # which the hub's client reads at import
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for module in (lmms_eval.api.task, lmms_eval.evaluator):
-        monkeypatch.setattr(module, "tqdm", module.tqdm)
-
-
-def read(folder):
-    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    return json.loads((folder / "results.json").read_text()), samples
-
-
-def error_line(capsys):
-    return capsys.readouterr().err.strip().splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ([*FOUR[:2], "snapk", "0.2"], ["'snapk'", "'snapkv'"]),
-        ([*FOUR, "window_sise=8"], ["'window_sise'", "'window_size'"]),
-        ([*FOUR[:2], "snapkv,knorm", "0.2", "dtyp=float32"], ["'dtyp'", "'dtype'", "snapkv, knorm"]),
-        ([*FOUR[:2], "knorm", "0.2", "window_size=8"], ["'window_size' is an option of", "snapkv", "not of knorm"]),
-        ([*FOUR, "window_size=wide"], ["window_size", "'wide'"]),
-        ([*FOUR, "dtype=bf16"], ["dtype", "'bf16'", "bfloat16"]),
-        ([*FOUR, "tp_plan=auto", "device_map=auto"], ["device_map='auto'", "tp_plan='auto'"]),
-        ([*FOUR[:2], "full,adakv", "0.2", "tp_plan=auto"], ["head_budget='adaptive' does not go with"]),
-        ([*FOUR, "conv_template=qwen"], ["conv_template", "chat template"]),
-        (["tiny_textvqa", "./nowhere", *FOUR[2:]], ["'./nowhere'", "neither a folder"]),
-        (["no_such_task", *FOUR[1:]], ["'no_such_task'"]),
-        (["tiny_textvqq", *FOUR[1:]], ["'tiny_textvqq'", "tiny_textvqa"]),
-        (["tiny_textvqa,no_such_task", *FOUR[1:]], ["'no_such_task'"]),
-    ],
-)
-def test_bad_input_ends_with_2_and_one_line(argv, words, small_index, capsys):
-    assert evaluate.main(argv) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ")
-    assert len(err.splitlines()) == 1
-    for word in words:
-        assert word in err
-
-
-def test_folder_that_is_no_model_is_named(tmp_path, capsys):
-    assert evaluate.main(["tiny_textvqa", str(tmp_path), "knorm", "0.2"]) == 2
-    assert "without config.json" in error_line(capsys)
-
+pytestmark = pytest.mark.usefixtures("clean_process", "plots_not_drawn")
 
 # -- the run
 
@@ -192,25 +133,6 @@ def test_a_damaged_neighbour_fails_nothing_and_is_named(finished, tmp_path, caps
     assert "left out: " in capsys.readouterr().err
     assert "| full |" not in (folder / "report-limit=2.md").read_text()
     assert "| knorm |" in (folder / "report-limit=2.md").read_text()
-
-
-@pytest.mark.parametrize("place", ["results", "results/tiny_textvqa", "results/tiny_textvqa/tiny/snapkv-0.2"])
-def test_a_file_in_the_place_of_the_results_is_found_before_the_model_is_loaded(place, monkeypatch, capsys):
-    monkeypatch.setattr(evaluate, "load_model", None)  # a call would raise
-    Path(place).parent.mkdir(parents=True, exist_ok=True)
-    Path(place).write_text("mine")
-    assert evaluate.main(FOUR) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert place in line
-    assert Path(place).read_text() == "mine"
-
-
-def test_measurements_that_cannot_be_written_are_found_before_the_model_is_loaded(monkeypatch, capsys):
-    monkeypatch.setattr(evaluate, "load_model", None)  # a call would raise
-    Path("file").write_text("mine")
-    assert evaluate.main([*FOUR, "measurements_path=file/rows.jsonl"]) == 2
-    assert "file' cannot be written: " in error_line(capsys)
 
 
 def test_a_disk_that_is_full_is_found_before_the_model_is_loaded(monkeypatch, capsys):

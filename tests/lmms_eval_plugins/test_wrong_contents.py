@@ -18,10 +18,11 @@ from lmms_eval_plugins.cells.results import RESULTS_FILE, SAMPLES_FILE
 from lmms_eval_plugins.long_pack.__main__ import main as long_pack_main
 from lmms_eval_plugins.model.answer_store import AnswerStore
 from tests.contents import CELL, KINDS, Case, draw, in_a_world, outcome, world
+from tests.support.evaluation import FOUR, error_line
 from tests.support.examples import every_third, some
 from tests.support.wrong_contents import DEPTH, TEMPLATES
 
-from .test_evaluate import FOUR, clean_process, error_line  # noqa: F401 (a fixture that each test here uses)
+pytestmark = pytest.mark.usefixtures("clean_process")
 
 NESTED = b"[" * DEPTH + b"]" * DEPTH
 
@@ -81,22 +82,8 @@ def test_the_reason_is_jinjas():
     assert "<image>" in line
 
 
-def test_the_name_of_what_gathers_other_arguments_is_none(capsys):
-    assert evaluate.main([*FOUR, "legacy=1"]) == 2
-    assert "has an argument 'legacy'" in error_line(capsys)
-
-
-@pytest.mark.parametrize("lengths", [[1e9], [10**9], [0], [], "4096", [True], {"a": 1}, [1.5]])
-def test_prompts_that_a_task_writes_have_a_limit(lengths, capsys):
-    assert evaluate.main([*FOUR, "--metadata", json.dumps({"max_seq_lengths": lengths})]) == 2
-    assert "not a list of prompt lengths, whole numbers from 1 to 1048576" in error_line(capsys)
-
-
-def test_generated_tasks_have_a_limit_and_say_how_much_they_draw(tmp_path, capsys):
+def test_generated_tasks_say_how_much_they_draw(tmp_path, capsys):
     out = ["--out", str(tmp_path / "out")]
-    assert long_pack_main([*out, "--questions", "1000000"]) == 2
-    assert "at most 200000 are drawn" in error_line(capsys)
-    assert not (tmp_path / "out").exists()
     words = ["--questions", "1", "--lengths", "2", "--kinds", "counting", "--picture-size", "64x64", "--font-px", "6"]
     assert long_pack_main([*out, *words]) == 0
     assert "drawing prompts with 2 pictures and pages in all" in capsys.readouterr().err

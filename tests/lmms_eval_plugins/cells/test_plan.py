@@ -43,12 +43,6 @@ def test_a_preset_brings_what_is_kept_where_nothing_else_says_it(argv, folders):
     assert [cell.folder(Path()).name for cell in cells(*FOUR[:2], *argv)] == folders
 
 
-@pytest.mark.parametrize("argv", [["snapkv", "-", "preset=paper"], ["knorm,fastv", "-", "preset=k2-r50"]])
-def test_a_preset_that_says_nothing_of_what_is_kept_needs_a_ratio(argv):
-    with pytest.raises(KVCompressError, match=r"needs ratio= \(fraction kept, in \(0, 1\]\) or budget="):
-        cells(*FOUR[:2], *argv)
-
-
 def test_none_is_the_default_of_an_option_too():
     (cell,) = cells(*FOUR, "layer_budget=None", "preset=none", "window_size=8")
     assert cell.options == {"window_size": 8}
@@ -130,20 +124,6 @@ def test_slots_are_a_setting_of_the_cell_and_take_the_place_of_the_demos_batches
     assert cell.settings == {"slots": 4}
     assert {cell.settings.get("batch_size") for cell in cells("slots=auto")} == {None}
     assert {cell.settings["batch_size"] for cell in cells()} == {4}
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--gen_kwargs", "num_beams=2"], "slots=4 does not go with num_beams=2: it has to be 1"),
-        (["cache_implementation=quantized"], "slots=4 does not go with cache_implementation='quantized'"),
-        (["batch_size=4"], "slots=4 does not go with batch_size=4"),
-        (["--batch_size", "4"], "slots=4 does not go with batch_size=4"),
-    ],
-)
-def test_what_does_not_go_with_slots_is_refused_before_anything_is_loaded(argv, message):
-    with pytest.raises(KVCompressError, match=message):
-        cells(*FOUR, "slots=4", *argv)
 
 
 def test_a_task_that_does_not_go_with_slots_is_refused_before_its_data_is_loaded():

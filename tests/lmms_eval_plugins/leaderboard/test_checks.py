@@ -151,18 +151,6 @@ def test_cells_that_are_damaged_moved_alone_or_unfinished_are_named(two, capsys)
     assert any("results.json is damaged" in line for line in problems(root))
 
 
-def test_a_folder_without_cells_or_one_that_is_none_is_one_line(tmp_path, capsys):
-    assert main(["--check", str(tmp_path)]) == 2
-    assert "no cell under" in capsys.readouterr().err
-    (tmp_path / "file").touch()
-    assert main(["--check", str(tmp_path / "file")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("file' is neither a folder with results nor a tar archive of one")
-    (tmp_path / "half.tar.xz").write_bytes(ARCHIVE.read_bytes()[:3000])
-    assert main(["--check", str(tmp_path / "half.tar.xz")]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
 # -- what is possible
 
 ROW = {"tokens_in": 100, "vision_tokens": 60, "realised_ratio": [0.2, 0.2]}

@@ -186,25 +186,6 @@ def test_cells_of_other_settings_are_not_compared_and_what_is_left_out_is_said(t
     assert error.startswith("left out: one, m (limit=2): no cell of the full cache")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--compare", "snapkvv", "knorm"],
-            "'snapkvv' is not a series of one; the series are: 'full', 'knorm', 'snapkv'",
-        ),
-        (["--reference", "snapk"], "'snapk' is not a series of one; the series are: 'full', 'knorm', 'snapkv'"),
-        (["--margin", "0"], "--margin"),
-        (["--from", "1"], "starts at a ratio in (0, 1), not at 1"),
-    ],
-)
-def test_bad_input_is_one_line_and_code_2(grid, capsys, arguments, message):
-    code, _, error = command(capsys, grid[0], *arguments)
-    assert code == 2
-    assert message in error
-    assert error.count("\n") == 1
-
-
 def test_a_method_with_two_series_has_to_be_named_in_full(grid, tmp_path, capsys):
     write(tmp_path, "one", "knorm", 0.5, "xxxx", options={"merge": "pivot"})
     code, _, error = command(capsys, grid[0], "--compare", "knorm", "snapkv")
@@ -214,14 +195,6 @@ def test_a_method_with_two_series_has_to_be_named_in_full(grid, tmp_path, capsys
     write(tmp_path, "one", "h2o", 0.25, "xxxx", options={"recent": 0.2})
     code, _, error = command(capsys, grid[0], "--compare", "h2o", "snapkv")
     assert (code, "'h2o' names several series of one" in error) == (2, True)
-
-
-@pytest.mark.parametrize("missing", ["folder", "full"])
-def test_no_cells_or_no_full_cache_is_an_error(tmp_path, capsys, missing):
-    folder = tmp_path / "one" / "m" if missing == "folder" else write(tmp_path, "one", "knorm", 0.5, "abcd")
-    code, _, error = command(capsys, folder)
-    assert code == 2
-    assert {"folder": "is not a folder", "full": "run the same command with METHOD full"}[missing] in error
 
 
 def test_cells_of_other_questions_are_compared_on_the_common_ones_and_say_how_many(tmp_path, capsys):

@@ -73,13 +73,6 @@ def results_of(folder: Path) -> dict:
     return json.loads((folder / "results.json").read_text())
 
 
-def test_a_sweep_that_cannot_be_written_is_found_before_it_begins(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(runner, "Sweep", None)  # a call would raise
-    (tmp_path / "file").touch()
-    assert command.main(["run", str(write(tmp_path / "a.yaml")), "--output_path", str(tmp_path / "file")]) == 2
-    assert "file/sweeps/a' cannot be written: " in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_a_sweep_whose_notes_are_damaged_says_which(tmp_path, config):
     for name, damage in (("sweep.json", "[]x"), (JOURNAL_FILE, "{}\n\x00\n")):
         folder = tmp_path / name.partition(".")[2]
@@ -439,24 +432,6 @@ def test_a_sweep_on_ray_has_the_cores_and_workers_that_are_asked_for(fake, tmp_p
     assert command.main(argv) == 0
     assert command.main([*argv, "--cpus-per-trial", "3", "--workers", "2"]) == 0
     assert given == [("local", 1, None), ("local", 3, 2)]
-
-
-def test_wrong_flags_and_commands_are_errors(monkeypatch, capsys):
-    def error(*arguments):
-        assert command.main(list(arguments)) == 2
-        return capsys.readouterr().err.splitlines()[-1]
-
-    assert error("sweep").startswith("error: 'sweep' is neither run nor trial")
-    assert (
-        error("run", "a.yaml", "--trials", "0") == "error: argument --trials: '0' is not a whole number of at least 1"
-    )
-    assert error("run", "a.yaml", "--workers", "2") == "error: --workers and --cpus-per-trial need --ray"
-    assert error("run", "none.yaml").startswith("error: sweep file 'none.yaml' cannot be read")
-    assert error("run", "a.yaml", "limit").startswith("error: 'limit' is not --name=value")
-    monkeypatch.setenv("NUM_PROCESSES", "2")
-    assert error("run", "a.yaml", "--ray", "local").startswith(
-        "error: NUM_PROCESSES=2 with --ray: a trial on Ray is one"
-    )
 
 
 # -- killed
