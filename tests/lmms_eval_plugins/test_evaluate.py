@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -22,11 +20,9 @@ from lmms_eval_plugins.cells import run as cell_run
 from lmms_eval_plugins.cells.errors import EvaluationFailed
 from lmms_eval_plugins.cells.results import read_cell as read
 from lmms_eval_plugins.model.lm import KVCompressLM
-from tests.support.evaluation import FOUR, error_line
+from tests.support.evaluation import FOUR, ended, error_line, start
 
 pytestmark = pytest.mark.usefixtures("clean_process", "plots_not_drawn")
-
-# -- the run
 
 
 @pytest.fixture(scope="module")
@@ -158,9 +154,7 @@ def test_a_disk_that_becomes_full_is_one_line(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_three_identical_runs_at_once_end_well(tmp_path):
-    command = [sys.executable, "-m", "lmms_eval_plugins.evaluate", *FOUR[:2], "full,snapkv", "0.2", "--limit", "4"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(evaluate.__file__).parents[1])}
-    runs = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    runs = [start("evaluate", *FOUR[:2], "full,snapkv", "0.2", "--limit", "4") for _ in range(3)]
     errors = [run.communicate()[1] for run in runs]
     assert [run.returncode for run in runs] == [0, 0, 0], errors
     folder = Path("results/tiny_textvqa/tiny")
@@ -176,9 +170,7 @@ def test_three_identical_runs_at_once_end_well(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_ranks_with_one_line(number):
-    environment = {**os.environ, "NUM_PROCESSES": "2", "PYTHONPATH": str(Path(evaluate.__file__).parents[1])}
-    command = [sys.executable, "-m", "lmms_eval_plugins.evaluate", *FOUR, "--limit", "400"]
-    run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    run = start("evaluate", *FOUR, "--limit", "400", NUM_PROCESSES="2")
     while not list(Path("results").rglob(".unfinished-*")):
         assert run.poll() is None
         time.sleep(0.1)
@@ -207,20 +199,6 @@ def test_failure_in_generate_ends_with_1_and_no_results(monkeypatch, capsys, err
     assert evaluate.main([*FOUR, "--limit", "1"]) == 1
     assert error_line(capsys) == line
     assert not list(Path("results").rglob("*.json*"))
-
-
-def test_interruption_keeps_finished_cells_and_cuts_cleanly(monkeypatch, capsys):
-    original = KVCompressLM.generate_until
-
-    def interrupted(self, requests):
-        if self.compression.ratio == 0.1:
-            raise KeyboardInterrupt
-        return original(self, requests)
-
-    monkeypatch.setattr(KVCompressLM, "generate_until", interrupted)
-    assert evaluate.main([*FOUR[:3], "0.2,0.1", "--limit", "1"]) == 130
-    assert "finished cells are kept" in error_line(capsys)
-    assert [path.name for path in Path("results/tiny_textvqa/tiny").iterdir()] == ["snapkv-0.2-limit=1"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -317,15 +295,11 @@ def test_predict_only_writes_answers_without_scores():
 @pytest.mark.parametrize("tensor_parallel", [False, True])
 def test_two_ranks_give_the_scores_and_measurements_of_one(tmp_path, tensor_parallel):
     """With half of the questions each, or half of the KV heads."""
-    argv = [sys.executable, "-m", "lmms_eval_plugins.evaluate", *FOUR[:2], "full,snapkv", "0.2", "--limit", "7"]
-    argv += ["dtype=float32"]
-    runs = {}
+    argv, runs = [*FOUR[:2], "full,snapkv", "0.2", "--limit", "7", "dtype=float32"], {}
     for processes in ("1", "2"):
-        environment = {**os.environ, "NUM_PROCESSES": processes, "PYTHONPATH": str(Path(evaluate.__file__).parents[1])}
         shared = ["tp_plan=auto"] if tensor_parallel and processes == "2" else []
-        command = [*argv, *shared, "--output_path", processes]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        code, said = ended("evaluate", *argv, *shared, "--output_path", processes, NUM_PROCESSES=processes)
+        assert code == 0, said
         runs[processes] = [
             read(path) for path in sorted(Path(processes, "tiny_textvqa", "tiny").iterdir()) if path.is_dir()
         ]
@@ -344,17 +318,6 @@ def test_two_ranks_give_the_scores_and_measurements_of_one(tmp_path, tensor_para
 
 @pytest.mark.slow
 def test_failure_on_ranks_ends_with_a_non_zero_code():
-    environment = {**os.environ, "NUM_PROCESSES": "2", "PYTHONPATH": str(Path(evaluate.__file__).parents[1])}
-    argv = [
-        sys.executable,
-        "-m",
-        "lmms_eval_plugins.evaluate",
-        *FOUR,
-        "--limit",
-        "2",
-        "--gen_kwargs",
-        "cache_implementation=none",
-    ]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True)
-    assert done.returncode != 0
+    argv = [*FOUR, "--limit", "2", "--gen_kwargs", "cache_implementation=none"]
+    assert ended("evaluate", *argv, NUM_PROCESSES="2")[0] != 0
     assert not list(Path("results").rglob("results.json"))

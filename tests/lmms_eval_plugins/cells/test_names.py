@@ -21,7 +21,7 @@ from lmms_eval_plugins.model.input_methods import INPUT_METHODS, method_options
 
 from ..test_refusals import SLIPS
 
-pytestmark = pytest.mark.usefixtures("one_tiny_model", "plots_not_drawn")
+pytestmark = pytest.mark.usefixtures("clean_process", "plots_not_drawn")
 
 CODE = """
 import json, sys, time
@@ -146,7 +146,6 @@ def test_the_groups_are_names_that_are_known_before_anything_is_imported(monkeyp
 
 
 def test_the_line_comes_first_the_others_run_and_the_exit_code_is_2(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
     assert evaluate.main(["tiny_textvqa", "tiny", "kvzap,knorm", "0.3", "--limit", "1"]) == 2
     lines = capsys.readouterr().err.splitlines()
     reason = "error: method 'kvzap' is learned: it needs checkpoint=, a local path or a hub id"
@@ -157,7 +156,6 @@ def test_the_line_comes_first_the_others_run_and_the_exit_code_is_2(tmp_path, mo
 
 def test_a_prompt_that_a_method_of_all_cannot_be_given_costs_its_cell_alone(tmp_path, monkeypatch, capsys):
     """Some keep all of a picture, or more than was asked for."""
-    monkeypatch.chdir(tmp_path)
     assert (
         evaluate.main(["tiny_textvqa", "tiny", "all-tokens", "0.2", "--limit", "1", "--gen_kwargs", "max_new_tokens=1"])
         == 0
@@ -170,7 +168,6 @@ def test_a_prompt_that_a_method_of_all_cannot_be_given_costs_its_cell_alone(tmp_
 
 
 def test_one_that_is_asked_for_by_name_ends_the_run_as_ever(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
     assert evaluate.main(["tiny_textvqa", "tiny", "dycoke", "0.2", "--limit", "1"]) == 2
     assert "dycoke: row 0 cannot keep" in capsys.readouterr().err.splitlines()[-1]
 

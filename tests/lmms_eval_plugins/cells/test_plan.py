@@ -9,8 +9,7 @@ from lmms_eval_plugins.cells.data import check_generation
 from lmms_eval_plugins.cells.identity import fingerprint
 from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.evaluate import parse
-
-FOUR = ["tiny_textvqa", "tiny", "snapkv", "0.2"]
+from tests.support.evaluation import FOUR
 
 
 def cells(*argv):

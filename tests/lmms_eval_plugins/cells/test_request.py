@@ -12,8 +12,8 @@ from kvcompress.flag_types import whole
 from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.cells.request import REPLACED, flag_parser, literal
 from lmms_eval_plugins.evaluate import parse
+from tests.support.evaluation import FOUR
 
-FOUR = ["tiny_textvqa", "tiny", "snapkv", "0.2"]
 # A value that each flag with a value takes; the others take a 3.
 VALUES = {
     "batch_size": "auto:2", "device": "cpu", "gen_kwargs": "temperature=0", "wandb_args": "project=p",

@@ -414,15 +414,8 @@ def test_the_page_works_in_a_browser(browser, report, width):
 # -- with the bundled model
 
 
-@pytest.fixture
-def in_tmp_path(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @pytest.mark.slow
-def test_overlays_are_stored_once_asked_for(in_tmp_path, tmp_path, capsys):
+def test_overlays_are_stored_once_asked_for(clean_process, tmp_path, capsys):
     words = ["tiny_textvqa", "tiny", "snapkv", "0.2", "--limit", "3", "window_size=4"]
     folder = tmp_path / "results" / "tiny_textvqa" / "tiny" / "snapkv-0.2-limit=3-window_size=4"
     assert evaluate.main([*words]) == 0
@@ -437,7 +430,7 @@ def test_overlays_are_stored_once_asked_for(in_tmp_path, tmp_path, capsys):
     assert main(["report", "results"]) == 0
 
 
-def test_show_writes_the_overlay_of_one_image(in_tmp_path, tmp_path, capsys):
+def test_show_writes_the_overlay_of_one_image(clean_process, tmp_path, capsys):
     Image.new("RGB", (200, 120), (200, 60, 60)).save("a.png")
     assert main(["show", "a.png", "What is it?", "--method", "snapkv,random", "--ratio", "0.2", "window_size=4"]) == 0
     said = capsys.readouterr().out

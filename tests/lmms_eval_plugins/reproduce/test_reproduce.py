@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -24,9 +23,9 @@ from lmms_eval_plugins.reproduce.config import CONFIGS, load_config, load_refere
 from lmms_eval_plugins.reproduce.plan import plan
 from lmms_eval_plugins.reproduce.table import interval
 from lmms_eval_plugins.tasks import BUNDLED_TASKS, official_tasks, task_names
+from tests.support.evaluation import ROOT, ended
 from tests.support.result_cells import write_answers as write
 
-ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("clean_process")
 SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
@@ -489,9 +488,8 @@ def test_the_bundled_model_is_compared_with_its_recorded_results_and_resumes(mon
 
 @pytest.mark.slow
 def test_the_command_by_hand(tmp_path):
-    command = [sys.executable, "-m", "lmms_eval_plugins.reproduce", "tiny", "--limit", "4"]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
-    assert done.returncode == 0
+    code, said = ended("reproduce", "tiny", "--limit", "4")
+    assert code == 0, said
     rows, _ = table(tmp_path / "results", "reproduce-tiny-limit=4")
     assert [row["note"] for row in rows.values()] == ["4 questions"] * 7
 

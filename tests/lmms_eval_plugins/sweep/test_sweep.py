@@ -29,6 +29,7 @@ from lmms_eval_plugins.sweep.config import read_config
 from lmms_eval_plugins.sweep.runner import Sweep, locked, run_here
 from lmms_eval_plugins.sweep.study import JOURNAL_FILE, Trials
 from lmms_eval_plugins.sweep.table import write_table
+from tests.support.evaluation import start
 from tests.support.result_cells import write_answers
 from tests.support.wandb_files import read_run
 
@@ -447,17 +448,14 @@ def columns(output: Path, name: str) -> list[list[str]]:
 def test_a_sweep_that_is_killed_ends_with_the_table_of_one_that_is_not(tmp_path, method):
     parameters = SPACE if method == "grid" else SEARCH
     file = write(tmp_path / "sweep.yaml", method, {**parameters, "batch_size": {"value": 4}}, run_cap=6)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
 
-    def start(output: Path) -> subprocess.Popen:
-        arguments = ["run", str(file), "--limit", "4", "--output_path", str(output)]
-        return subprocess.Popen(
-            [sys.executable, "-m", "lmms_eval_plugins.sweep", *arguments], env=environment, stdout=subprocess.DEVNULL
-        )
+    def begun(output: Path) -> subprocess.Popen:
+        words = ["run", str(file), "--limit", "4", "--output_path", str(output)]
+        return start("sweep", *words, WANDB_MODE="disabled")
 
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert start(whole).wait() == 0
-    killed = start(cut)
+    assert begun(whole).wait() == 0
+    killed = begun(cut)
     while not list(cut.glob("tiny_textvqa/tiny/snapkv-*/results.json")):  # then the next trial is running
         time.sleep(0.05)
         assert killed.poll() is None
@@ -465,7 +463,7 @@ def test_a_sweep_that_is_killed_ends_with_the_table_of_one_that_is_not(tmp_path,
     os.kill(killed.pid, signal.SIGKILL)
     killed.wait()
     assert not (cut / "sweeps/sweep-limit=4/report.md").exists()
-    assert start(cut).wait() == 0
+    assert begun(cut).wait() == 0
     assert columns(cut, "sweep-limit=4") == columns(whole, "sweep-limit=4")
     states = optuna.load_study(
         study_name=None,
