@@ -23,35 +23,9 @@ from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    Gemma3Config,
-    Gemma4Config,
-    Gemma4ForConditionalGeneration,
-    Glm4vConfig,
-    Idefics3Config,
-    InternVLConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaNextConfig,
-    LlavaNextVideoConfig,
-    LlavaOnevisionConfig,
-    MiniCPMV4_6Config,
-    Mistral3Config,
-    MistralConfig,
-    MllamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2AudioConfig,
-    Qwen2AudioForConditionalGeneration,
-    Qwen2Config,
-    Qwen2VLConfig,
-    Qwen3_5Config,
-    Qwen3Config,
-    Qwen3OmniMoeThinkerConfig,
-    Qwen3VLConfig,
-    Qwen3VLMoeConfig,
-    SmolVLMConfig,
 )
 
 from tests.support import llava_next_layout
@@ -338,7 +312,8 @@ class Family:
             places = places.expand(count, -1, -1)
             if not is_video:
                 return {"pixel_values": pixels, "image_position_ids": places}
-            if "num_frames_per_video" in inspect.signature(Gemma4ForConditionalGeneration.forward).parameters:
+            forward = transformers.Gemma4ForConditionalGeneration.forward
+            if "num_frames_per_video" in inspect.signature(forward).parameters:
                 frames = torch.tensor([count])
                 return {"pixel_values_videos": pixels, "video_position_ids": places, "num_frames_per_video": frames}
             return {"pixel_values_videos": pixels[None], "video_position_ids": places[None]}
@@ -376,7 +351,7 @@ def _build(name: str, layers: int, heads: int, kv_heads: int, seed: int) -> PreT
     config = family.make_config(text)
     make = AutoModelForImageTextToText.from_config if family.is_vlm else AutoModelForCausalLM.from_config
     if family.image_format == "audio":  # no automatic class for it is in every supported transformers
-        make = Qwen2AudioForConditionalGeneration._from_config
+        make = transformers.Qwen2AudioForConditionalGeneration._from_config
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # `randomize` leaves some of the model's own weights, such as CLIP's class embedding
         model = make(config, dtype=torch.float32, attn_implementation="sdpa").eval()
@@ -439,9 +414,9 @@ def _mrope(*section: int, **extra: object) -> dict:
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(section), **extra}
 
 
-def _llava_onevision(text: dict) -> LlavaOnevisionConfig:
+def _llava_onevision(text: dict) -> PreTrainedConfig:
     sizes = {"image_size": LLAVA_TILE, "patch_size": LLAVA_TILE // 2}
-    return LlavaOnevisionConfig(
+    return transformers.LlavaOnevisionConfig(
         text_config={"model_type": "qwen2", **text},
         vision_config={"model_type": "siglip_vision_model", **TOWER, **sizes, "vision_use_head": False},
         image_token_index=IMAGE,
@@ -450,18 +425,18 @@ def _llava_onevision(text: dict) -> LlavaOnevisionConfig:
     )
 
 
-def _qwen2_vl(text: dict) -> Qwen2VLConfig:
+def _qwen2_vl(text: dict) -> PreTrainedConfig:
     tower = {"depth": 2, "embed_dim": VISION_HIDDEN, "num_heads": 2, "mlp_ratio": 2}
-    return Qwen2VLConfig(
+    return transformers.Qwen2VLConfig(
         text_config={**text, "rope_parameters": _mrope(2, 3, 3)},
         vision_config={**tower, "hidden_size": text["hidden_size"]},
         **QWEN_IDS,
     )
 
 
-def _qwen2_5_vl(text: dict) -> Qwen2_5_VLConfig:
+def _qwen2_5_vl(text: dict) -> PreTrainedConfig:
     windows = {"window_size": 56, "fullatt_block_indexes": [1]}
-    return Qwen2_5_VLConfig(
+    return transformers.Qwen2_5_VLConfig(
         text_config={**text, "rope_parameters": _mrope(2, 3, 3)},
         vision_config={**QWEN_TOWER, **windows, "out_hidden_size": text["hidden_size"]},
         **QWEN_IDS,
@@ -472,16 +447,16 @@ def _qwen3_text(text: dict) -> dict:
     return {**text, "head_dim": HEAD_DIM, "rope_parameters": _mrope(3, 3, 2, mrope_interleaved=True)}
 
 
-def _qwen3_vl(text: dict) -> Qwen3VLConfig:
-    return Qwen3VLConfig(
+def _qwen3_vl(text: dict) -> PreTrainedConfig:
+    return transformers.Qwen3VLConfig(
         text_config=_qwen3_text(text),
         vision_config={**DEEPSTACK_TOWER, "out_hidden_size": text["hidden_size"]},
         **QWEN_IDS,
     )
 
 
-def _internvl(text: dict) -> InternVLConfig:
-    return InternVLConfig(
+def _internvl(text: dict) -> PreTrainedConfig:
+    return transformers.InternVLConfig(
         text_config={"model_type": "qwen2", **text},
         vision_config={**TOWER, "image_size": [INTERNVL_IMAGE, INTERNVL_IMAGE], "patch_size": [4, 4]},
         image_token_id=IMAGE,
@@ -490,8 +465,8 @@ def _internvl(text: dict) -> InternVLConfig:
     )
 
 
-def _llava(text: dict) -> LlavaConfig:
-    return LlavaConfig(
+def _llava(text: dict) -> PreTrainedConfig:
+    return transformers.LlavaConfig(
         text_config={"model_type": "llama", **text},
         vision_config=CLIP,
         image_token_index=IMAGE,
@@ -499,8 +474,8 @@ def _llava(text: dict) -> LlavaConfig:
     )
 
 
-def _llava_next(text: dict) -> LlavaNextConfig:
-    return LlavaNextConfig(
+def _llava_next(text: dict) -> PreTrainedConfig:
+    return transformers.LlavaNextConfig(
         text_config={**UNBOUNDED_MISTRAL, **text},
         vision_config=CLIP,
         image_token_index=IMAGE,
@@ -508,8 +483,8 @@ def _llava_next(text: dict) -> LlavaNextConfig:
     )
 
 
-def _llava_next_video(text: dict) -> LlavaNextVideoConfig:
-    return LlavaNextVideoConfig(
+def _llava_next_video(text: dict) -> PreTrainedConfig:
+    return transformers.LlavaNextVideoConfig(
         text_config={"model_type": "llama", **text},
         vision_config=CLIP,
         image_token_index=IMAGE,
@@ -518,18 +493,18 @@ def _llava_next_video(text: dict) -> LlavaNextVideoConfig:
     )
 
 
-def _qwen3_vl_moe(text: dict) -> Qwen3VLMoeConfig:
+def _qwen3_vl_moe(text: dict) -> PreTrainedConfig:
     dense = _qwen3_vl(text).to_dict()
     skip = ("model_type", "architectures", "dtype")
     text_config, vision_config = (
         {name: value for name, value in dense[part].items() if name not in skip}
         for part in ("text_config", "vision_config")
     )
-    experts = {**EXPERTS, "tie_word_embeddings": False}
-    return Qwen3VLMoeConfig(text_config={**text_config, **experts}, vision_config=vision_config, **QWEN_IDS)
+    text_config |= {**EXPERTS, "tie_word_embeddings": False}
+    return transformers.Qwen3VLMoeConfig(text_config=text_config, vision_config=vision_config, **QWEN_IDS)
 
 
-def _idefics(config: type, text: dict) -> SmolVLMConfig | Idefics3Config:
+def _idefics(config: type, text: dict) -> PreTrainedConfig:
     return config(
         text_config={"model_type": "llama", **text},
         vision_config={**TOWER, "image_size": IDEFICS_IMAGE, "patch_size": IDEFICS_IMAGE // 4},
@@ -538,11 +513,11 @@ def _idefics(config: type, text: dict) -> SmolVLMConfig | Idefics3Config:
     )
 
 
-def _gemma3(text: dict) -> Gemma3Config:
+def _gemma3(text: dict) -> PreTrainedConfig:
     """Every other layer only sees the last 12 tokens."""
     heads = {"head_dim": HEAD_DIM, "query_pre_attn_scalar": HEAD_DIM}
     layers = {"sliding_window": 12, "layer_types": _every_other("sliding_attention", text)}
-    return Gemma3Config(
+    return transformers.Gemma3Config(
         text_config={**text, **heads, **layers},
         vision_config={"model_type": "siglip_vision_model", **SMALL_TOWER, "vision_use_head": False},
         mm_tokens_per_image=SMALL_TOKENS,
@@ -553,9 +528,9 @@ def _gemma3(text: dict) -> Gemma3Config:
     )
 
 
-def _mllama(text: dict) -> MllamaConfig:
+def _mllama(text: dict) -> PreTrainedConfig:
     """Layer 1 attends to the images, the others to the text."""
-    return MllamaConfig(
+    return transformers.MllamaConfig(
         text_config={**text, "bos_token_id": PAD, "cross_attention_layers": [1]},
         vision_config={
             **{name: size for name, size in SMALL_TOWER.items() if name != "num_attention_heads"},
@@ -570,10 +545,10 @@ def _mllama(text: dict) -> MllamaConfig:
     )
 
 
-def _minicpm_v(text: dict) -> MiniCPMV4_6Config:
+def _minicpm_v(text: dict) -> PreTrainedConfig:
     """The language model is Qwen3.5: every other layer here is a linear attention, which has no keys to evict."""
     side = MINICPM_PATCH * MINICPM_GRID[0]
-    return MiniCPMV4_6Config(
+    return transformers.MiniCPMV4_6Config(
         text_config=_qwen3_5_text(text),
         vision_config={**TOWER, "image_size": side, "patch_size": MINICPM_PATCH},
         insert_layer_id=0,
@@ -582,10 +557,10 @@ def _minicpm_v(text: dict) -> MiniCPMV4_6Config:
     )
 
 
-def _qwen3_5(text: dict) -> Qwen3_5Config:
+def _qwen3_5(text: dict) -> PreTrainedConfig:
     """Every other layer is a linear attention (a gated delta net)."""
     tower = {**QWEN_TOWER, "out_hidden_size": text["hidden_size"], "num_position_embeddings": 64}
-    return Qwen3_5Config(text_config=_qwen3_5_text(text), vision_config=tower, **QWEN_IDS)
+    return transformers.Qwen3_5Config(text_config=_qwen3_5_text(text), vision_config=tower, **QWEN_IDS)
 
 
 def _qwen3_5_text(text: dict) -> dict:
@@ -602,9 +577,9 @@ def _qwen3_5_text(text: dict) -> dict:
     }
 
 
-def _glm4v(text: dict) -> Glm4vConfig:
+def _glm4v(text: dict) -> PreTrainedConfig:
     """Rotates neighbouring channels, and only half of them."""
-    return Glm4vConfig(
+    return transformers.Glm4vConfig(
         text_config={**text, "rope_parameters": _mrope(2, 1, 1, partial_rotary_factor=0.5)},
         vision_config={**QWEN_TOWER, "image_size": 112, "out_hidden_size": text["hidden_size"]},
         image_start_token_id=VISION_START,
@@ -613,12 +588,12 @@ def _glm4v(text: dict) -> Glm4vConfig:
     )
 
 
-def _pixtral(text: dict) -> LlavaConfig:
-    return LlavaConfig(**_of_pixtral(text), vision_feature_layer=-1, vision_feature_select_strategy="full")
+def _pixtral(text: dict) -> PreTrainedConfig:
+    return transformers.LlavaConfig(**_of_pixtral(text), vision_feature_layer=-1, vision_feature_select_strategy="full")
 
 
-def _mistral3(text: dict) -> Mistral3Config:
-    return Mistral3Config(**_of_pixtral(text), spatial_merge_size=2, tie_word_embeddings=False)
+def _mistral3(text: dict) -> PreTrainedConfig:
+    return transformers.Mistral3Config(**_of_pixtral(text), spatial_merge_size=2, tie_word_embeddings=False)
 
 
 def _of_pixtral(text: dict) -> dict:
@@ -629,12 +604,12 @@ def _of_pixtral(text: dict) -> dict:
     }
 
 
-def _gemma4(text: dict, **more: object) -> Gemma4Config:
+def _gemma4(text: dict, **more: object) -> PreTrainedConfig:
     """Every other layer only sees the last 12 tokens.
 
     The others have longer and fewer KV heads, whose values are their keys before rotation. Each layer has its own
     embeddings."""
-    return Gemma4Config(
+    return transformers.Gemma4Config(
         text_config={
             **text,
             "head_dim": HEAD_DIM,
@@ -658,7 +633,7 @@ def _gemma4(text: dict, **more: object) -> Gemma4Config:
     )
 
 
-def _gemma4_e2b(text: dict) -> Gemma4Config:
+def _gemma4_e2b(text: dict) -> PreTrainedConfig:
     """The last two layers have no keys of their own, and images are seen causally."""
     return _gemma4(text, num_kv_shared_layers=2, use_bidirectional_attention=None, attention_k_eq_v=False)
 
@@ -676,10 +651,10 @@ def _molmo2(text: dict) -> PreTrainedConfig:
     )
 
 
-def _qwen3_omni(text: dict) -> Qwen3OmniMoeThinkerConfig:
+def _qwen3_omni(text: dict) -> PreTrainedConfig:
     """The thinker, which generates the text."""
     sound = {"output_dim": text["hidden_size"], "max_source_positions": 100, "downsample_hidden_size": 16}
-    return Qwen3OmniMoeThinkerConfig(
+    return transformers.Qwen3OmniMoeThinkerConfig(
         text_config={**_qwen3_text(text), **EXPERTS},
         vision_config={**DEEPSTACK_TOWER, "out_hidden_size": text["hidden_size"]},
         audio_config={**AUDIO_TOWER, **sound},
@@ -689,9 +664,9 @@ def _qwen3_omni(text: dict) -> Qwen3OmniMoeThinkerConfig:
     )
 
 
-def _qwen2_audio(text: dict) -> Qwen2AudioConfig:
+def _qwen2_audio(text: dict) -> PreTrainedConfig:
     sound = {"model_type": "qwen2_audio_encoder", "max_source_positions": MEL_FRAMES // 2}
-    return Qwen2AudioConfig(
+    return transformers.Qwen2AudioConfig(
         text_config={"model_type": "qwen2", **text}, audio_config={**AUDIO_TOWER, **sound}, audio_token_index=IMAGE
     )
 
@@ -699,8 +674,8 @@ def _qwen2_audio(text: dict) -> Qwen2AudioConfig:
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("qwen2", lambda text: Qwen2Config(**text)),
-        Family("llama", lambda text: LlamaConfig(**text)),
+        Family("qwen2", lambda text: transformers.Qwen2Config(**text)),
+        Family("llama", lambda text: transformers.LlamaConfig(**text)),
         Family("llava-onevision", _llava_onevision, "llava", video=True),
         Family("qwen2-vl", _qwen2_vl, "qwen", video=True),
         Family("qwen2.5-vl", _qwen2_5_vl, "qwen", video=True),
@@ -712,15 +687,16 @@ SOME_FAMILIES = ["qwen2", "llava-onevision", "qwen2.5-vl"]  # text only, plain p
 LISTED_FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("qwen3", lambda text: Qwen3Config(**text, head_dim=HEAD_DIM)),
-        Family("mistral", lambda text: MistralConfig(**text, sliding_window=None)),  # as from version 0.2 on
+        Family("qwen3", lambda text: transformers.Qwen3Config(**text, head_dim=HEAD_DIM)),
+        # As from version 0.2 on.
+        Family("mistral", lambda text: transformers.MistralConfig(**text, sliding_window=None)),
         Family("llava-1.5", _llava, "small"),
         Family("llava-onevision-original", _llava_onevision, "llava", video=True),
         Family("llava-next", _llava_next, "llava-next"),
         Family("llava-next-video", _llava_next_video, "llava-next", video=True),
         Family("qwen3-vl-moe", _qwen3_vl_moe, "qwen3", video=True),
-        Family("smolvlm", partial(_idefics, SmolVLMConfig), "idefics"),
-        Family("idefics3", partial(_idefics, Idefics3Config), "idefics"),
+        Family("smolvlm", partial(_idefics, transformers.SmolVLMConfig), "idefics"),
+        Family("idefics3", partial(_idefics, transformers.Idefics3Config), "idefics"),
         Family("gemma3", _gemma3, "gemma3", layers=4),
         Family("mllama", _mllama, "mllama", layers=4),
         Family("minicpm-v", _minicpm_v, "minicpm", layers=4, video=True),
