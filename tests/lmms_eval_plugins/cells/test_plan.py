@@ -6,7 +6,6 @@ import pytest
 
 from kvcompress import KVCompressError
 from lmms_eval_plugins.cells.data import check_generation
-from lmms_eval_plugins.cells.identity import fingerprint
 from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.evaluate import parse
 from tests.support.evaluation import FOUR
@@ -56,17 +55,6 @@ def test_every_task_of_a_list_gets_its_cells():
 def test_an_option_belongs_to_the_methods_that_have_it():
     by_method = {cell.method: cell.options for cell in cells(*FOUR[:2], "snapkv,knorm", "0.2", "kernel_size=7")}
     assert by_method == {"snapkv": {"kernel_size": 7}, "knorm": {}}
-
-
-def test_a_file_of_the_prompt_counts_by_its_content(tmp_path):
-    file = tmp_path / "system.txt"
-    found = []
-    for text in ("Be brief.", "Be long.", "Be brief."):
-        file.write_text(text)
-        plan = Plan.of(parse([*FOUR, f"system_prompt={file}"]))
-        ((cell, options),) = plan.cells
-        found.append(fingerprint(cell, plan.arguments, options, {}, {}))
-    assert found[0] == found[2] != found[1]
 
 
 CHANGES = [

@@ -199,8 +199,3 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
     folder = checkpoint_that_says(tmp_path / "m", quant_method="gptq", bits=4)
     with pytest.raises(KVCompressError, match=r"already quantized.*gptq"):
         KVCompressLM(pretrained=folder, device="cpu", quantization="quanto-int8")
-
-
-def test_tensor_parallel_needs_several_processes():
-    with pytest.raises(KVCompressError, match="tp_plan='auto' needs several processes: NUM_PROCESSES=2"):
-        KVCompressLM(pretrained="tiny", device="cpu", tp_plan="auto")

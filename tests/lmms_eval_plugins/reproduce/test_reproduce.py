@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from lmms_eval_plugins.reproduce.config import CONFIGS, load_config, load_refere
 from lmms_eval_plugins.reproduce.plan import plan
 from lmms_eval_plugins.reproduce.table import interval
 from lmms_eval_plugins.tasks import BUNDLED_TASKS, official_tasks, task_names
-from tests.support.evaluation import ROOT, ended
+from tests.support.evaluation import ended
 from tests.support.result_cells import write_answers as write
 
 pytestmark = pytest.mark.usefixtures("clean_process")
@@ -492,15 +491,3 @@ def test_the_command_by_hand(tmp_path):
     assert code == 0, said
     rows, _ = table(tmp_path / "results", "reproduce-tiny-limit=4")
     assert [row["note"] for row in rows.values()] == ["4 questions"] * 7
-
-
-def test_the_script_hands_its_arguments_through(tmp_path):
-    venv = tmp_path / "venv" / "bin"
-    venv.mkdir(parents=True)
-    (venv / "python").write_text('#!/bin/sh\necho "$@"\n')
-    (venv / "python").chmod(0o755)
-    command = [ROOT / "scripts" / "reproduce.sh", "tiny", "--only", "a b"]
-    done = subprocess.run(
-        command, env=os.environ | {"VIRTUAL_ENV": str(tmp_path / "venv")}, capture_output=True, text=True
-    )
-    assert done.stdout.splitlines()[-1] == "-m lmms_eval_plugins.reproduce tiny --only a b"
