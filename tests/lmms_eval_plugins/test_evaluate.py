@@ -159,7 +159,7 @@ def test_three_identical_runs_at_once_end_well(tmp_path):
     assert [run.returncode for run in runs] == [0, 0, 0], errors
     folder = Path("results/tiny_textvqa/tiny")
     assert {path.name for path in folder.iterdir()} == {
-        "full-1-limit=4", "snapkv-0.2-limit=4", "report-limit=4.md", "report-limit=4.png",
+        "full-1-limit=4", "snapkv-0.2-limit=4", "report-limit=4.md", "report-limit=4.png", "throughput-limit=4.png",
     }  # fmt: skip
     assert all(len(read(path)[1]) == 4 for path in folder.iterdir() if path.is_dir())
     table = (folder / "report-limit=4.md").read_text()
