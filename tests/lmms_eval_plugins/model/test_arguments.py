@@ -126,6 +126,8 @@ def test_a_compression_is_checked_without_a_model():
     assert make_compression().method == "full"
     with pytest.raises(KVCompressError, match="kernel_size"):
         make_compression("snapkv", 0.1, kernel_size=4)
+    with pytest.raises(KVCompressError, match="'downsample' has no option 'window_size'"):
+        make_compression("downsample", 0.5, window_size=8)
 
 
 @pytest.mark.parametrize(
