@@ -1,6 +1,6 @@
 """Break the code on purpose, one line at a time, and see whether the tests notice.
 
-    python -m tests.mutate                               the faults of tests/named_faults/, each under the tests it names
+    python -m tests.mutate                               those of tests/named_faults/, each under its tests
     python -m tests.lines_run                            once, before a sample: which test runs which line
     python -m tests.mutate --sample 300 --seed 0         faults of tests/faults.py over both packages, drawn by module
     python -m tests.mutate --sample 300 --seed 0 --again the same, but only what survived
