@@ -52,10 +52,6 @@ from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.long_pack.dataset import Pack, write
 from lmms_eval_plugins.long_pack.prompts import Look
 from lmms_eval_plugins.model.arguments import BUNDLED_CALIBRATIONS, TINY_CHECKPOINT, TINY_MODEL
-from lmms_eval_plugins.report.heatmap_command import main as heatmap_main
-from lmms_eval_plugins.report.metrics_command import main as metrics_main
-from lmms_eval_plugins.report.table_command import main as table_main
-from lmms_eval_plugins.reproduce.__main__ import main as reproduce_main
 from lmms_eval_plugins.sweep.__main__ import main as sweep_main
 from tests.support.docs import DOCS, python_blocks
 from tests.support.learned_checkpoints import checkpoint_for
@@ -99,6 +95,11 @@ class Kind:
     named: tuple[str, ...] = ()
     made_again: str = "$^"
     most: int = 10**9
+
+
+def command(line: str) -> Callable[[], int]:
+    """A command of `kvcompress`, to be called."""
+    return lambda: core_main(line.split())
 
 
 def answering(*words: str, task: str = "tiny_textvqa", model: str = TINY_MODEL, method: str = "knorm") -> int:
@@ -146,11 +147,6 @@ def with_methods() -> int:
         return core_main(["list", "methods"])
 
 
-def calibrating(method: str, file: str) -> Callable[[], int]:
-    argv = ["calibrate", "model", "--method", method, "--published", file, "--out", "out/x.safetensors"]
-    return lambda: core_main(argv)
-
-
 PUBLISHED = {
     "sparsemm": ("scores.json", wrong_json),
     "mixkv": ("similarity.json", wrong_json),
@@ -161,132 +157,74 @@ PUBLISHED = {
     "triattention": ("tri.pt", wrong_pickle),
 }
 CALIBRATED = ("adamixkv", "duoattention", "expected-attention", "prefixkv", "q-filters", "sparsemm", "triattention")
-MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "processor_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
+MODEL_FILES = ("config", "generation_config", "processor_config", "tokenizer", "tokenizer_config")
+CELLS = "results/tiny_textvqa/tiny"
+READERS = tuple(
+    map(
+        command,
+        (
+            f"table {CELLS}",
+            f"metrics {CELLS}",
+            f"metrics {CELLS} --json",
+            f"heatmap {CELLS} --x question_id --y image_id",
+            "report results --out out",
+            "leaderboard results --out out/leaderboard.html",
+            "leaderboard --check results",
+            "reproduce paper.yaml --report-only --limit 2",
+            f"eval tiny_textvqa {TINY_MODEL} full,knorm 0.2 --limit 2 --show_config",
+        ),
+    )
 )
-READERS = (
-    lambda: table_main(["results/tiny_textvqa/tiny"]),
-    lambda: metrics_main(["results/tiny_textvqa/tiny"]),
-    lambda: metrics_main(["results/tiny_textvqa/tiny", "--json"]),
-    lambda: heatmap_main(["results/tiny_textvqa/tiny", "--x", "question_id", "--y", "image_id"]),
-    lambda: core_main(["report", "results", "--out", "out"]),
-    lambda: core_main(["leaderboard", "results", "--out", "out/leaderboard.html"]),
-    lambda: core_main(["leaderboard", "--check", "results"]),
-    lambda: reproduce_main(["paper.yaml", "--report-only", "--limit", "2"]),
-    lambda: evaluate.main(["tiny_textvqa", TINY_MODEL, "full,knorm", "0.2", "--limit", "2", "--show_config"]),
-)
+OF_CELL = (READERS, (CELL,), f"^{CELL}/|/images/")
+WITH_MODEL = (partial(answering, model="./model"),)
+WITH_KVZAP = (partial(answering, "checkpoint=kvzap", method="kvzap"),)
+WITH_TASKS = (partial(answering, "--include_path", "tasks", task="mine_needle"),)
+CALIBRATE = "calibrate model --out out/x.safetensors --method"
+TEXT = f"{CALIBRATE} q-filters --text text.txt --length 64 --questions 1"
+SHOW = "show picture.png What? --out out/x.html window_size=4"
+CHECKS = (command("leaderboard mine.tar.xz --out out/leaderboard.html"), command("leaderboard --check mine.tar.xz"))
 
+# fmt: off
 KINDS = {
-    "chat template": Kind(("template.jinja",), wrong_template, (lambda: answering("chat_template=template.jinja"),)),
-    "system prompt": Kind(("system.txt",), damaged, (lambda: answering("system_prompt=system.txt"),), most=2000),
-    "model": Kind(
-        tuple(f"model/{name}" for name in MODEL_FILES), wrong_json, (lambda: answering(model="./model"),), ("model",)
-    ),
-    "template of a model": Kind(
-        ("model/chat_template.jinja",), wrong_template, (lambda: answering(model="./model"),), ("model",)
-    ),
-    "weights": Kind(("model/model.safetensors",), wrong_tensors, (lambda: answering(model="./model"),), ("model",)),
-    **{
-        f"calibration of {method}": Kind(
-            (f"{method}.safetensors",),
-            wrong_tensors,
-            (partial(answering, f"calibration={method}.safetensors", method=method),),
-        )
-        for method in CALIBRATED
-    },
-    **{
-        f"published {method}": Kind((file,), wrong, (calibrating(method, file),))
-        for method, (file, wrong) in PUBLISHED.items()
-    },
-    "text to calibrate": Kind(
-        ("text.txt",),
-        damaged,
-        (
-            lambda: core_main(
-                [
-                    "calibrate",
-                    "model",
-                    "--method",
-                    "q-filters",
-                    "--text",
-                    "text.txt",
-                    "--length",
-                    "64",
-                    "--questions",
-                    "1",
-                    "--out",
-                    "out/x.safetensors",
-                ]
-            ),
-        ),
-    ),
-    "KVzap config": Kind(
-        ("kvzap/config.json",), wrong_json, (lambda: answering("checkpoint=kvzap", method="kvzap"),), ("kvzap",)
-    ),
-    "KVzap weights": Kind(
-        ("kvzap/model.safetensors",),
-        wrong_tensors,
-        (lambda: answering("checkpoint=kvzap", method="kvzap"),),
-        ("kvzap",),
-    ),
-    "gates": Kind(("gates.pt",), wrong_pickle, (lambda: answering("checkpoint=gates.pt", method="fastkvzip"),)),
+    "chat template": Kind(("template.jinja",), wrong_template, (partial(answering, "chat_template=template.jinja"),)),
+    "system prompt": Kind(("system.txt",), damaged, (partial(answering, "system_prompt=system.txt"),), most=2000),
+    "model": Kind(tuple(f"model/{name}.json" for name in MODEL_FILES), wrong_json, WITH_MODEL, ("model",)),
+    "template of a model": Kind(("model/chat_template.jinja",), wrong_template, WITH_MODEL, ("model",)),
+    "weights": Kind(("model/model.safetensors",), wrong_tensors, WITH_MODEL, ("model",)),
+    **{f"calibration of {method}": Kind((f"{method}.safetensors",), wrong_tensors,
+                                        (partial(answering, f"calibration={method}.safetensors", method=method),))
+       for method in CALIBRATED},
+    **{f"published {method}": Kind((file,), wrong, (command(f"{CALIBRATE} {method} --published {file}"),))
+       for method, (file, wrong) in PUBLISHED.items()},
+    "text to calibrate": Kind(("text.txt",), damaged, (command(TEXT),)),
+    "KVzap config": Kind(("kvzap/config.json",), wrong_json, WITH_KVZAP, ("kvzap",)),
+    "KVzap weights": Kind(("kvzap/model.safetensors",), wrong_tensors, WITH_KVZAP, ("kvzap",)),
+    "gates": Kind(("gates.pt",), wrong_pickle, (partial(answering, "checkpoint=gates.pt", method="fastkvzip"),)),
     "sweep": Kind(("sweep.yaml",), wrong_yaml, (sweeping,), ("parameter", "trial"), r"^sweeping/"),
-    "sweep's note": Kind(
-        ("sweeping/sweeps/sweep/sweep.json",), wrong_json, (sweeping,), ("sweeps/sweep",), r"^sweeping/"
-    ),
+    "sweep's note": Kind(("sweeping/sweeps/sweep/sweep.json",), wrong_json, (sweeping,), ("sweeps/sweep",),
+                         r"^sweeping/"),
     "sweep's journal": Kind(("sweeping/sweeps/sweep/study.journal",), wrong_lines, (sweeping,), (), r"^sweeping/"),
-    "reproduction": Kind(
-        ("paper.yaml",), wrong_yaml, (lambda: reproduce_main(["paper.yaml", "--dry-run"]),), ("model", "task", "method")
-    ),
-    "reference": Kind(("paper.csv",), wrong_table, (lambda: reproduce_main(["paper.yaml", "--report-only"]),)),
-    "task": Kind(
-        ("tasks/mine_needle/mine_needle.yaml",),
-        wrong_yaml,
-        (lambda: answering("--include_path", "tasks", task="mine_needle"),),
-        ("tasks", "mine_needle"),
-    ),
-    "questions": Kind(
-        ("tasks/mine_needle/questions.parquet",),
-        wrong_parquet,
-        (
-            lambda: answering("--include_path", "tasks", task="mine_needle"),
-            lambda: answering("--include_path", "tasks", "--check_integrity", task="mine_needle"),
-        ),
-        ("mine_needle",),
-    ),
-    "cell's results": Kind((f"{CELL}/results.json",), wrong_json, READERS, (CELL,), f"^{CELL}/|/images/"),
-    "cell's samples": Kind((f"{CELL}/samples.jsonl",), wrong_lines, READERS, (CELL,), f"^{CELL}/|/images/"),
-    "cell's survivors": Kind((f"{CELL}/survivors.jsonl",), wrong_lines, READERS, (CELL,), f"^{CELL}/|/images/"),
-    "archive": Kind(
-        ("mine.tar.xz",),
-        damaged,
-        (
-            lambda: core_main(["leaderboard", "mine.tar.xz", "--out", "out/leaderboard.html"]),
-            lambda: core_main(["leaderboard", "--check", "mine.tar.xz"]),
-        ),
-        ("mine",),
-    ),
-    "answers": Kind(
-        ("answers",), wrong_lines, (lambda: answering("--use_cache", "answers"),), ("answers",), "^answers/"
-    ),
+    "reproduction": Kind(("paper.yaml",), wrong_yaml, (command("reproduce paper.yaml --dry-run"),),
+                         ("model", "task", "method")),
+    "reference": Kind(("paper.csv",), wrong_table, (command("reproduce paper.yaml --report-only"),)),
+    "task": Kind(("tasks/mine_needle/mine_needle.yaml",), wrong_yaml, WITH_TASKS, ("tasks", "mine_needle")),
+    "questions": Kind(("tasks/mine_needle/questions.parquet",), wrong_parquet,
+                      (*WITH_TASKS, partial(*WITH_TASKS, "--check_integrity")), ("mine_needle",)),
+    "cell's results": Kind((f"{CELL}/results.json",), wrong_json, *OF_CELL),
+    "cell's samples": Kind((f"{CELL}/samples.jsonl",), wrong_lines, *OF_CELL),
+    "cell's survivors": Kind((f"{CELL}/survivors.jsonl",), wrong_lines, *OF_CELL),
+    "archive": Kind(("mine.tar.xz",), damaged, CHECKS, ("mine",)),
+    "answers": Kind(("answers",), wrong_lines, (partial(answering, "--use_cache", "answers"),), ("answers",),
+                    "^answers/"),
     "spoken prompts": Kind(("speech.jsonl",), wrong_lines, (aloud,), ("picture.png", "sound.wav")),
     "sound": Kind(("sound.wav",), damaged, (aloud,)),
-    "picture": Kind(
-        ("picture.png",),
-        damaged,
-        (aloud, lambda: core_main(["show", "picture.png", "What?", "--out", "out/x.html", "window_size=4"])),
-    ),
-    "speech results": Kind(
-        ("speech.json",), wrong_json, (lambda: core_main(["report", "speech.json", "--out", "out"]),)
-    ),
+    "picture": Kind(("picture.png",), damaged, (aloud, command(SHOW))),
+    "speech results": Kind(("speech.json",), wrong_json, (command("report speech.json --out out"),)),
     "bench results": Kind(("bench.json",), wrong_json, (resumed,)),
     "saved cache": Kind(("cache.safetensors",), wrong_tensors, (reused,)),
     "methods": Kind(("mine.py",), wrong_program, (with_methods,)),
 }
+# fmt: on
 
 
 # -- the right files

@@ -157,7 +157,10 @@ def _copy(folder: Path) -> Path:
     """The repository's files, without what git ignores."""
     listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, text=True)
     for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
+        if (ROOT / name).is_symlink() and not (ROOT / name).readlink().is_absolute():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).symlink_to((ROOT / name).readlink())
+        elif (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     (folder / ".venv").symlink_to((ROOT / ".venv").resolve())

@@ -1,6 +1,6 @@
 """Break the code on purpose, one line at a time, and see whether the tests notice.
 
-    python -m tests.mutate                               the faults of tests/mutations.py, each under the tests it names
+    python -m tests.mutate                               those of tests/named_faults/, each under its tests
     python -m tests.lines_run                            once, before a sample: which test runs which line
     python -m tests.mutate --sample 300 --seed 0         faults of tests/faults.py over both packages, drawn by module
     python -m tests.mutate --sample 300 --seed 0 --again the same, but only what survived
@@ -82,7 +82,7 @@ def failures(output: str) -> list[str]:
     return re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
 
 
-# -- the faults of tests/mutations.py
+# -- the faults of tests/named_faults/
 
 
 def named(args: argparse.Namespace, out: Path) -> None:

@@ -1,6 +1,7 @@
 """Tiny checkpoints on disk and the bundled model, shared by all tests of a run; a small index of tasks; a browser."""
 
 import shutil
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -42,6 +43,22 @@ def one_tiny_model(monkeypatch) -> None:
         return _tiny_models[key]
 
     monkeypatch.setattr(loading, "_read", read_once)
+
+
+@pytest.fixture
+def clean_process(monkeypatch, tmp_path, one_tiny_model) -> None:
+    """A test in a folder of its own, offline, and with what a command sets for a whole process put back."""
+    import datasets
+    import huggingface_hub.constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # which the hub's client reads at import
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("lmms_eval.api.task", "lmms_eval.evaluator", "lm_eval.api.task"):
+        if module := sys.modules.get(name):
+            monkeypatch.setattr(module, "tqdm", module.tqdm)
 
 
 @pytest.fixture

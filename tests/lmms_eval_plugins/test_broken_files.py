@@ -142,12 +142,6 @@ def test_broken_prompts_of_the_speech_bench_are_one_line(content):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"words", b"\x89PNG\r\n\x1a\n" + b"\0" * 40, b"GIF89a" + b"\xff" * 20])
-def test_a_broken_image_is_one_line(content, capsys):
-    Path("a.png").write_bytes(content)
-    assert "'a.png' is not an image" in one_line(capsys, core_main(["show", "a.png", "What is it?"]))
-
-
 @pytest.mark.parametrize("argument", ["chat_template", "system_prompt"])
 def test_a_file_that_is_no_text_is_one_line(argument, capsys):
     Path("text").write_bytes(b"\xff\xfe")
@@ -181,8 +175,6 @@ def test_a_broken_sweep_reproduction_or_task_is_one_line(content, capsys):
     argv = ["tiny_textvqa", "tiny", "knorm", "0.2", "--include_path", "tasks"]
     for main, words in ((sweep_main, ["run", str(file)]), (reproduce_main, [str(file)]), (evaluate.main, argv)):
         assert "mine.yaml" in one_line(capsys, main(words))
-    assert sweep_main(["run", "tasks"]) == 2
-    assert reproduce_main(["tasks/none.yaml"]) == 2
 
 
 NESTED = [(Reproduction, None), (PaperModel, "models"), (Benchmark, "benchmarks"), (PaperMethod, "methods")]

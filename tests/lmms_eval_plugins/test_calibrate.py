@@ -25,29 +25,6 @@ def test_a_task_with_images_calibrates_the_bundled_model(tmp_path, capsys):
     assert made.tensors["mean"].shape == (made.model.layers, made.model.heads, made.model.head_dim)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["tiny", "--task", "tiny_textvq", "--method", "q-filters"], "unknown task 'tiny_textvq' (did you mean"),
-        ([*TINY, "--method", "snapkv"], "method 'snapkv' is not calibrated"),
-        ([*TINY, "--method", "q-filters", "recents=3"], "has an argument 'recents'"),
-        ([*TINY, "--method", "q-filters", "recent"], "'recent' is not OPTION=VALUE"),
-        ([*TINY, "--method", "q-filters", "--questions", "0"], "--questions"),
-        (
-            [*TINY, "--method", "q-filters", "--dtype", "float16", "dtype=float32"],
-            "give either dtype=float32 or --dtype float16",
-        ),
-        (["tiny", "--method", "q-filters"], "--task"),
-        (["tiny", "--method", "q-filters", "--text", "book.txt"], "'tiny' is calibrated with --task"),
-    ],
-)
-def test_what_is_wrong_ends_with_one_line(argv, message, tmp_path, capsys):
-    assert calibrate.main([*argv, "--out", str(tmp_path / "x")]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
 def test_a_cells_identity_has_the_hash_of_its_file(tmp_path):
     file, arguments = tmp_path / "x.safetensors", SimpleNamespace(pretrained="m", revision="main", chat_template=None)
     arguments.system_prompt = None

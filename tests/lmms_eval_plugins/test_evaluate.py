@@ -5,14 +5,10 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
-import datasets
-import huggingface_hub.constants
 import psutil
 import pytest
 import torch
@@ -22,70 +18,11 @@ from kvcompress import files
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import run as cell_run
 from lmms_eval_plugins.cells.errors import EvaluationFailed
+from lmms_eval_plugins.cells.results import read_cell as read
 from lmms_eval_plugins.model.lm import KVCompressLM
+from tests.support.evaluation import FOUR, ended, error_line, start
 
-pytestmark = pytest.mark.usefixtures("plots_not_drawn")
-
-FOUR = ["tiny_textvqa", "tiny", "snapkv", "0.2"]
-
-
-@pytest.fixture(autouse=True)
-def clean_process(monkeypatch, tmp_path, one_tiny_model):
-    """Each test in a folder of its own, and with what `main` sets for a whole process put back."""
-    import lmms_eval.api.task
-    import lmms_eval.evaluator
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # which the hub's client reads at import
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for module in (lmms_eval.api.task, lmms_eval.evaluator):
-        monkeypatch.setattr(module, "tqdm", module.tqdm)
-
-
-def read(folder):
-    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    return json.loads((folder / "results.json").read_text()), samples
-
-
-def error_line(capsys):
-    return capsys.readouterr().err.strip().splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ([*FOUR[:2], "snapk", "0.2"], ["'snapk'", "'snapkv'"]),
-        ([*FOUR, "window_sise=8"], ["'window_sise'", "'window_size'"]),
-        ([*FOUR[:2], "snapkv,knorm", "0.2", "dtyp=float32"], ["'dtyp'", "'dtype'", "snapkv, knorm"]),
-        ([*FOUR[:2], "knorm", "0.2", "window_size=8"], ["'window_size' is an option of", "snapkv", "not of knorm"]),
-        ([*FOUR, "window_size=wide"], ["window_size", "'wide'"]),
-        ([*FOUR, "dtype=bf16"], ["dtype", "'bf16'", "bfloat16"]),
-        ([*FOUR, "tp_plan=auto", "device_map=auto"], ["device_map='auto'", "tp_plan='auto'"]),
-        ([*FOUR[:2], "full,adakv", "0.2", "tp_plan=auto"], ["head_budget='adaptive' does not go with"]),
-        ([*FOUR, "conv_template=qwen"], ["conv_template", "chat template"]),
-        (["tiny_textvqa", "./nowhere", *FOUR[2:]], ["'./nowhere'", "neither a folder"]),
-        (["no_such_task", *FOUR[1:]], ["'no_such_task'"]),
-        (["tiny_textvqq", *FOUR[1:]], ["'tiny_textvqq'", "tiny_textvqa"]),
-        (["tiny_textvqa,no_such_task", *FOUR[1:]], ["'no_such_task'"]),
-    ],
-)
-def test_bad_input_ends_with_2_and_one_line(argv, words, small_index, capsys):
-    assert evaluate.main(argv) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ")
-    assert len(err.splitlines()) == 1
-    for word in words:
-        assert word in err
-
-
-def test_folder_that_is_no_model_is_named(tmp_path, capsys):
-    assert evaluate.main(["tiny_textvqa", str(tmp_path), "knorm", "0.2"]) == 2
-    assert "without config.json" in error_line(capsys)
-
-
-# -- the run
+pytestmark = pytest.mark.usefixtures("clean_process", "plots_not_drawn")
 
 
 @pytest.fixture(scope="module")
@@ -194,25 +131,6 @@ def test_a_damaged_neighbour_fails_nothing_and_is_named(finished, tmp_path, caps
     assert "| knorm |" in (folder / "report-limit=2.md").read_text()
 
 
-@pytest.mark.parametrize("place", ["results", "results/tiny_textvqa", "results/tiny_textvqa/tiny/snapkv-0.2"])
-def test_a_file_in_the_place_of_the_results_is_found_before_the_model_is_loaded(place, monkeypatch, capsys):
-    monkeypatch.setattr(evaluate, "load_model", None)  # a call would raise
-    Path(place).parent.mkdir(parents=True, exist_ok=True)
-    Path(place).write_text("mine")
-    assert evaluate.main(FOUR) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert place in line
-    assert Path(place).read_text() == "mine"
-
-
-def test_measurements_that_cannot_be_written_are_found_before_the_model_is_loaded(monkeypatch, capsys):
-    monkeypatch.setattr(evaluate, "load_model", None)  # a call would raise
-    Path("file").write_text("mine")
-    assert evaluate.main([*FOUR, "measurements_path=file/rows.jsonl"]) == 2
-    assert "file' cannot be written: " in error_line(capsys)
-
-
 def test_a_disk_that_is_full_is_found_before_the_model_is_loaded(monkeypatch, capsys):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -236,14 +154,12 @@ def test_a_disk_that_becomes_full_is_one_line(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_three_identical_runs_at_once_end_well(tmp_path):
-    command = [sys.executable, "-m", "lmms_eval_plugins.evaluate", *FOUR[:2], "full,snapkv", "0.2", "--limit", "4"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(evaluate.__file__).parents[1])}
-    runs = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    runs = [start("evaluate", *FOUR[:2], "full,snapkv", "0.2", "--limit", "4") for _ in range(3)]
     errors = [run.communicate()[1] for run in runs]
     assert [run.returncode for run in runs] == [0, 0, 0], errors
     folder = Path("results/tiny_textvqa/tiny")
     assert {path.name for path in folder.iterdir()} == {
-        "full-1-limit=4", "snapkv-0.2-limit=4", "report-limit=4.md", "report-limit=4.png",
+        "full-1-limit=4", "snapkv-0.2-limit=4", "report-limit=4.md", "report-limit=4.png", "throughput-limit=4.png",
     }  # fmt: skip
     assert all(len(read(path)[1]) == 4 for path in folder.iterdir() if path.is_dir())
     table = (folder / "report-limit=4.md").read_text()
@@ -254,9 +170,7 @@ def test_three_identical_runs_at_once_end_well(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_ranks_with_one_line(number):
-    environment = {**os.environ, "NUM_PROCESSES": "2", "PYTHONPATH": str(Path(evaluate.__file__).parents[1])}
-    command = [sys.executable, "-m", "lmms_eval_plugins.evaluate", *FOUR, "--limit", "400"]
-    run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    run = start("evaluate", *FOUR, "--limit", "400", NUM_PROCESSES="2")
     while not list(Path("results").rglob(".unfinished-*")):
         assert run.poll() is None
         time.sleep(0.1)
@@ -285,20 +199,6 @@ def test_failure_in_generate_ends_with_1_and_no_results(monkeypatch, capsys, err
     assert evaluate.main([*FOUR, "--limit", "1"]) == 1
     assert error_line(capsys) == line
     assert not list(Path("results").rglob("*.json*"))
-
-
-def test_interruption_keeps_finished_cells_and_cuts_cleanly(monkeypatch, capsys):
-    original = KVCompressLM.generate_until
-
-    def interrupted(self, requests):
-        if self.compression.ratio == 0.1:
-            raise KeyboardInterrupt
-        return original(self, requests)
-
-    monkeypatch.setattr(KVCompressLM, "generate_until", interrupted)
-    assert evaluate.main([*FOUR[:3], "0.2,0.1", "--limit", "1"]) == 130
-    assert "finished cells are kept" in error_line(capsys)
-    assert [path.name for path in Path("results/tiny_textvqa/tiny").iterdir()] == ["snapkv-0.2-limit=1"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -395,15 +295,11 @@ def test_predict_only_writes_answers_without_scores():
 @pytest.mark.parametrize("tensor_parallel", [False, True])
 def test_two_ranks_give_the_scores_and_measurements_of_one(tmp_path, tensor_parallel):
     """With half of the questions each, or half of the KV heads."""
-    argv = [sys.executable, "-m", "lmms_eval_plugins.evaluate", *FOUR[:2], "full,snapkv", "0.2", "--limit", "7"]
-    argv += ["dtype=float32"]
-    runs = {}
+    argv, runs = [*FOUR[:2], "full,snapkv", "0.2", "--limit", "7", "dtype=float32"], {}
     for processes in ("1", "2"):
-        environment = {**os.environ, "NUM_PROCESSES": processes, "PYTHONPATH": str(Path(evaluate.__file__).parents[1])}
         shared = ["tp_plan=auto"] if tensor_parallel and processes == "2" else []
-        command = [*argv, *shared, "--output_path", processes]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        code, said = ended("evaluate", *argv, *shared, "--output_path", processes, NUM_PROCESSES=processes)
+        assert code == 0, said
         runs[processes] = [
             read(path) for path in sorted(Path(processes, "tiny_textvqa", "tiny").iterdir()) if path.is_dir()
         ]
@@ -422,17 +318,6 @@ def test_two_ranks_give_the_scores_and_measurements_of_one(tmp_path, tensor_para
 
 @pytest.mark.slow
 def test_failure_on_ranks_ends_with_a_non_zero_code():
-    environment = {**os.environ, "NUM_PROCESSES": "2", "PYTHONPATH": str(Path(evaluate.__file__).parents[1])}
-    argv = [
-        sys.executable,
-        "-m",
-        "lmms_eval_plugins.evaluate",
-        *FOUR,
-        "--limit",
-        "2",
-        "--gen_kwargs",
-        "cache_implementation=none",
-    ]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True)
-    assert done.returncode != 0
+    argv = [*FOUR, "--limit", "2", "--gen_kwargs", "cache_implementation=none"]
+    assert ended("evaluate", *argv, NUM_PROCESSES="2")[0] != 0
     assert not list(Path("results").rglob("results.json"))

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +11,11 @@ import torch
 
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import cell_log, machine
+from lmms_eval_plugins.cells.results import read_cell as read
 from lmms_eval_plugins.model.lm import KVCompressLM
+from tests.support.evaluation import FOUR, error_line
 
-from .test_evaluate import FOUR, clean_process, error_line, read  # noqa: F401 (a fixture that each test here uses)
-
-pytestmark = pytest.mark.usefixtures("plots_not_drawn")
+pytestmark = pytest.mark.usefixtures("clean_process", "plots_not_drawn")
 
 CELL = Path("results/tiny_textvqa/tiny/snapkv-0.2-limit=2")
 
@@ -68,20 +67,6 @@ def test_a_question_that_cannot_be_read_is_named_before_the_model_loads(monkeypa
     )
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--num_fewshot", "2"], "--num_fewshot 2: the file of task 'tiny_textvqa' names no examples (fewshot_config)"),
-        (["--fewshot_as_multiturn"], "--fewshot_as_multiturn: task 'tiny_textvqa' has no examples to show; --num_few"),
-        (["--offset", "100000"], "--offset 100000 leaves no question of 'tiny_textvqa'"),
-    ],
-)
-def test_a_flag_that_a_task_has_no_use_for_is_an_error(argv, message, monkeypatch, capsys):
-    monkeypatch.setattr(evaluate, "load_model", None)
-    assert run(*argv) == 2
-    assert message in error_line(capsys)
-
-
 def test_the_questions_behind_an_offset_are_answered():
     assert run("--offset", "3") == 0
     _, samples = read(CELL.with_name("snapkv-0.2-limit=2-offset=3"))
@@ -126,13 +111,6 @@ def test_a_lost_cell_is_made_of_earlier_answers_and_another_identity_is_not(tmp_
     assert second[0]["efficiency"] == first[0]["efficiency"]
     assert run(*cache, "window_size=8") == 0
     assert answered == [2, 2]
-
-
-def test_a_folder_of_answers_that_cannot_be_written_is_known_before_the_model_loads(tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(evaluate, "load_model", None)
-    assert run("--use_cache", str(tmp_path / "file")) == 2
-    assert re.match(r"error: '.*file' cannot be written: ", error_line(capsys))
 
 
 # -- what goes elsewhere
@@ -257,19 +235,6 @@ def test_each_cell_is_a_run_of_wandb_offline_without_an_account(monkeypatch, tmp
     assert runs[0].settings["mode"] == "disabled"
 
 
-@pytest.mark.parametrize(
-    ("words", "value", "message"),
-    [
-        (FOUR, "projekt=p", "--wandb_args: wandb.init has no argument 'projekt' (did you mean 'project'?)"),
-        ([*FOUR[:2], "full,snapkv", "0.2"], "id=a", "--wandb_args: id=a names one run, but there are 2 cells"),
-    ],
-)
-def test_what_wandb_does_not_take_is_known_before_the_model_loads(words, value, message, monkeypatch, capsys):
-    monkeypatch.setattr(evaluate, "load_model", None)
-    assert run("--wandb_args", value, words=words) == 2
-    assert message in error_line(capsys)
-
-
 @pytest.mark.slow
 def test_wandb_itself_writes_an_offline_run_for_each_cell(monkeypatch, tmp_path):
     import wandb
@@ -302,20 +267,6 @@ def test_lists_of_tasks_methods_and_models(capsys):
         lines = capsys.readouterr().out.splitlines()
         assert any(line.startswith(expected) for line in lines)
         assert not any(other in line for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "the following arguments are required: kind"),
-        (["taks"], "invalid choice: 'taks' (choose from "),
-        (["tasks", "a", "b"], "unrecognized arguments: b"),
-        (["methods", "no such method"], "no line of "),
-    ],
-)
-def test_a_list_that_there_is_not_is_one_line(argv, message, capsys):
-    assert evaluate.main(["list", *argv]) == 2
-    assert message in error_line(capsys)
 
 
 # -- Apple's GPU

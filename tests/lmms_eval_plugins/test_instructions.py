@@ -94,10 +94,8 @@ def test_the_bundled_file_is_what_is_drawn():
     assert pq.read_table(FILE).to_pylist() == drawn
 
 
-@pytest.mark.usefixtures("plots_not_drawn")
-def test_a_language_model_answers_it_through_the_plugin(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+@pytest.mark.usefixtures("clean_process", "plots_not_drawn")
+def test_a_language_model_answers_it_through_the_plugin(tmp_path):
     save_checkpoint("llama", tmp_path / "model")
     argv = [TASK, str(tmp_path / "model"), "full,snapkv", "0.5", "--limit", "2", "--gen_kwargs", "max_new_tokens=3"]
     assert evaluate.main(argv) == 0

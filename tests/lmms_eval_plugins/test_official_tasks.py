@@ -1,9 +1,7 @@
 """lmms-eval's own tasks, untouched, with local data: what they ask for is understood, and what they score is shown."""
 
 import http.server
-import json
 import os
-import subprocess
 import threading
 from pathlib import Path
 
@@ -16,24 +14,20 @@ import torch
 import yaml
 
 from kvcompress import KVCompressError
-from lmms_eval_plugins import evaluate, tasks
+from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import data
-from lmms_eval_plugins.cells.processes import COMMAND
+from lmms_eval_plugins.cells.results import read_cell as read
 from lmms_eval_plugins.model.answering import Answering
 from lmms_eval_plugins.tasks.judges import judges_keys
 from lmms_eval_plugins.tiny_vlm import dataset
 from tests import official_tasks_page
+from tests.support.evaluation import ended
 from tests.support.official_runs import run
 from tests.support.official_tasks import local_data, official_tasks
 
 pytestmark = pytest.mark.usefixtures("one_tiny_model", "plots_not_drawn")
 
 OUTPUT_TYPES = {"loglikelihood", "multiple_choice", "generate_visual_cot"}  # not evaluated here
-
-
-def read(folder):
-    lines = (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    return json.loads((folder / "results.json").read_text(encoding="utf-8")), [json.loads(line) for line in lines]
 
 
 ARGUMENTS = ["tiny", "full", "1", "--data-root", "data", "--gen_kwargs", "max_new_tokens=3", "--num_fewshot", "0"]
@@ -152,11 +146,10 @@ def test_every_generated_task_of_lmms_eval_is_understood(monkeypatch):
         ("mmbench_en_dev", 1, ["'mmbench_en_dev'", "judge", "OPENAI_API_KEY"]),
     ],
 )
-def test_what_cannot_be_evaluated_is_said_before_data_and_model(task, code, words, tmp_path, monkeypatch, capsys):
+@pytest.mark.usefixtures("clean_process")
+def test_what_cannot_be_evaluated_is_said_before_data_and_model(task, code, words, monkeypatch, capsys):
     for name in [name for name in os.environ if name.endswith("_KEY")]:
         monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(evaluate, "load_model", None)
     monkeypatch.setattr(lmms_eval.api.task.datasets, "load_dataset", None)
     assert evaluate.main([task, "tiny", "full", "1"]) == code
@@ -207,7 +200,7 @@ def score(doc, results):
 
 
 @pytest.fixture
-def judged(tmp_path, small_index, monkeypatch):
+def judged(tmp_path, small_index, clean_process, monkeypatch):
     """A task that asks a judge on this machine; the list holds the statuses that it will answer, the last for ever."""
     statuses = [200]
 
@@ -225,10 +218,7 @@ def judged(tmp_path, small_index, monkeypatch):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/")
     monkeypatch.setenv("JUDGE_API_KEY", "x")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(lmms_eval.api.task.ConfigurableTask.process_results.retry, "wait", tenacity.wait_none())
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "scorer.py").write_text(SCORER)
     (tmp_path / "more" / "judged.yaml").write_text(
@@ -289,12 +279,10 @@ def test_the_other_tasks_of_a_list_run_and_the_failed_one_is_named_at_the_end(ju
 def test_two_processes_evaluate_the_other_tasks_of_a_list_and_name_the_failed_one(judged, monkeypatch):
     """Its scorer fails after the answers, in which both took part."""
     monkeypatch.setenv("SCORER", "broken")
-    environment = {**os.environ, "NUM_PROCESSES": "2", "PYTHONPATH": str(Path(tasks.__file__).parents[2])}
-    argv = ["judged,tiny_textvqa_color", *JUDGED]
-    done = subprocess.run([*COMMAND, *argv], env=environment, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    assert "task judged is left out, the others continue" in done.stderr
-    last = done.stderr.strip().splitlines()[-1]
+    code, said = ended("evaluate", "judged,tiny_textvqa_color", *JUDGED, NUM_PROCESSES="2")
+    assert code == 1, said
+    assert "task judged is left out, the others continue" in said
+    last = said.strip().splitlines()[-1]
     assert last.startswith("error: 1 task(s) without results: judged (judged: scoring failed: KeyError: 'colour'")
     results, samples = read(Path("results/tiny_textvqa_color/tiny/full-1-limit=2"))
     assert results["environment"]["processes"] == 2
@@ -317,10 +305,9 @@ def test_two_processes_on_a_cpu_answer_questions_about_videos_as_one_does(tmp_pa
     with local_data(tmp_path, "videomme"):
         answers = []
         for processes in ("1", "2"):
-            environment = {**os.environ, "NUM_PROCESSES": processes, "PYTHONPATH": str(Path(tasks.__file__).parents[2])}
             argv = ["videomme", *ARGUMENTS, "--output_path", processes, "dtype=float32"]
-            done = subprocess.run([*COMMAND, *argv], env=environment, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
+            code, said = ended("evaluate", *argv, NUM_PROCESSES=processes)
+            assert code == 0, said
             (cell,) = Path(processes, "videomme", "tiny").glob("full*")
             results, samples = read(cell)
             assert results["environment"]["processes"] == int(processes)

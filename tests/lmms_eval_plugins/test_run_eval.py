@@ -1,6 +1,7 @@
-"""scripts/run_eval.sh: hands its arguments and the exit code through, from any folder."""
+"""scripts/run_eval.sh and its siblings: hand their arguments and the exit code through, from any folder."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,11 +35,19 @@ def run_eval(environment, *arguments, cwd=ROOT, script=ROOT / "scripts" / "run_e
     return subprocess.run([script, *arguments], env=environment[0], cwd=cwd, capture_output=True, text=True)
 
 
-def test_arguments_and_exit_code_pass_through(environment, tmp_path):
-    done = run_eval(environment, "a task", "tiny", "snapkv", "7", "--limit", "2", cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("script", "words", "command", "said"),
+    [
+        ("run_eval", ["a task", "tiny", "snapkv", "7", "--limit", "2"], "evaluate", "RATIO 7 is not in (0, 1]"),
+        ("run_sweep", ["a sweep.yaml", "--trials", "0"], "sweep|run", "argument --trials: '0' is not a whole number"),
+        ("reproduce", ["tiny", "--only", "a b"], "reproduce", "'a b'"),
+    ],
+)
+def test_arguments_and_exit_code_pass_through(script, words, command, said, environment, tmp_path):
+    done = run_eval(environment, *words, cwd=tmp_path, script=ROOT / "scripts" / f"{script}.sh")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: RATIO 7 is not in (0, 1]")
-    assert "-m|lmms_eval_plugins.evaluate|a task|tiny|snapkv|7|--limit|2|" in environment[1].read_text()
+    assert re.match(rf"error: .*{re.escape(said)}", done.stderr.splitlines()[-1])
+    assert f"-m|lmms_eval_plugins.{command}|{'|'.join(words)}|" in environment[1].read_text()
 
 
 def test_requirements_are_installed_once(environment):
@@ -63,7 +72,11 @@ def test_changed_requirements_are_installed_again(environment, tmp_path):
     assert environment[1].read_text().count("uv|pip|install") == 2
 
 
-def test_help_shows_the_usage(environment):
-    done = run_eval(environment, "--help")
+@pytest.mark.parametrize(
+    ("script", "usage"),
+    [("run_eval", "TASK MODEL METHOD RATIO [flags] [key=value ...]"), ("run_sweep", "CONFIG [flags] [parameter=value")],
+)
+def test_help_shows_the_usage(script, usage, environment):
+    done = run_eval(environment, "--help", script=ROOT / "scripts" / f"{script}.sh")
     assert done.returncode == 0
-    assert "TASK MODEL METHOD RATIO [flags] [key=value ...]" in done.stdout
+    assert usage in done.stdout

@@ -18,11 +18,11 @@ from lmms_eval_plugins.cells.results import read_cell
 from lmms_eval_plugins.cells.served import ServedLM, Server
 from lmms_eval_plugins.leaderboard.checks import problems
 from lmms_eval_plugins.model.arguments import ModelArguments
+from tests.support.evaluation import FOUR
 from tests.support.serving import loaded, served
 
-pytestmark = pytest.mark.usefixtures("small_index", "plots_not_drawn", "one_tiny_model")
+pytestmark = pytest.mark.usefixtures("small_index", "plots_not_drawn")
 
-FOUR = ["tiny_textvqa", "tiny", "snapkv", "0.2"]
 OPTION = "window_size=8"
 KEY = "secret"
 
@@ -35,9 +35,7 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def folder(tmp_path, monkeypatch, clean_process):
     monkeypatch.setenv(asking.API_KEY, KEY)
     return tmp_path / "results" / "tiny_textvqa" / "tiny"
 

@@ -21,7 +21,7 @@ from tiny_vlm.regimes import REGIMES
 from tiny_vlm.signs import SIDE
 
 lmms_eval_tasks = pytest.importorskip("lmms_eval.tasks")
-pytestmark = pytest.mark.usefixtures("one_tiny_model", "plots_not_drawn")
+pytestmark = pytest.mark.usefixtures("clean_process", "plots_not_drawn")
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +85,6 @@ def test_the_bundled_folder_serves_lmms_evals_include_path():
 def test_official_textvqa_runs_untouched_from_a_local_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["dataset", "--as-textvqa", str(tmp_path)])
     dataset.main()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     manager = find_tasks(["textvqa_val"])
     (task,) = lmms_eval_tasks.get_task_dict(["textvqa_val"], manager, "chat").values()
     doc = task.test_docs()[0]
@@ -110,8 +108,6 @@ def test_an_unknown_task_is_one_clear_error(small_index):
 
 
 def test_each_task_runs_through_the_plugin(tmp_path, monkeypatch, small_index):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(scoring, "CLIPS", tmp_path)
     names = [f"tiny_{regime}" for regime in REGIMES]
     argv = [",".join(names), "tiny", "snapkv", "0.2", "--limit", "1", "--gen_kwargs", "max_new_tokens=3"]
@@ -121,7 +117,6 @@ def test_each_task_runs_through_the_plugin(tmp_path, monkeypatch, small_index):
 
 
 def test_clips_that_do_not_batch_are_answered_in_smaller_batches_as_they_are_alone(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     answers = []
     for batch in (["batch_size=2"], []):
         assert evaluate.main(["tiny_video", "tiny", "snapkv", "0.3", "--limit", "2", *batch]) == 0

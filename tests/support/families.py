@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import transformers
@@ -23,35 +23,9 @@ from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    Gemma3Config,
-    Gemma4Config,
-    Gemma4ForConditionalGeneration,
-    Glm4vConfig,
-    Idefics3Config,
-    InternVLConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaNextConfig,
-    LlavaNextVideoConfig,
-    LlavaOnevisionConfig,
-    MiniCPMV4_6Config,
-    Mistral3Config,
-    MistralConfig,
-    MllamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2AudioConfig,
-    Qwen2AudioForConditionalGeneration,
-    Qwen2Config,
-    Qwen2VLConfig,
-    Qwen3_5Config,
-    Qwen3Config,
-    Qwen3OmniMoeThinkerConfig,
-    Qwen3VLConfig,
-    Qwen3VLMoeConfig,
-    SmolVLMConfig,
 )
 
 from tests.support import llava_next_layout
@@ -338,7 +312,8 @@ class Family:
             places = places.expand(count, -1, -1)
             if not is_video:
                 return {"pixel_values": pixels, "image_position_ids": places}
-            if "num_frames_per_video" in inspect.signature(Gemma4ForConditionalGeneration.forward).parameters:
+            forward = transformers.Gemma4ForConditionalGeneration.forward
+            if "num_frames_per_video" in inspect.signature(forward).parameters:
                 frames = torch.tensor([count])
                 return {"pixel_values_videos": pixels, "video_position_ids": places, "num_frames_per_video": frames}
             return {"pixel_values_videos": pixels[None], "video_position_ids": places[None]}
@@ -376,7 +351,7 @@ def _build(name: str, layers: int, heads: int, kv_heads: int, seed: int) -> PreT
     config = family.make_config(text)
     make = AutoModelForImageTextToText.from_config if family.is_vlm else AutoModelForCausalLM.from_config
     if family.image_format == "audio":  # no automatic class for it is in every supported transformers
-        make = Qwen2AudioForConditionalGeneration._from_config
+        make = transformers.Qwen2AudioForConditionalGeneration._from_config
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # `randomize` leaves some of the model's own weights, such as CLIP's class embedding
         model = make(config, dtype=torch.float32, attn_implementation="sdpa").eval()
@@ -411,40 +386,27 @@ def randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
     model.get_output_embeddings().weight[:FIRST_TEXT] = 0  # special tokens are never the most likely
 
 
-def _qwen2(text: dict) -> Qwen2Config:
-    return Qwen2Config(**text)
+TOWER = {"hidden_size": VISION_HIDDEN, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+# Of 8 x 8 pixels it makes 2 x 2 patches.
+SMALL_TOWER = {**TOWER, "image_size": SMALL_IMAGE, "patch_size": SMALL_IMAGE // 2}
+POOLED_TOWER = {**TOWER, "num_key_value_heads": 2, "head_dim": 16, "patch_size": SMALL_IMAGE // 4}
+QWEN_TOWER = {"depth": 2, "hidden_size": VISION_HIDDEN, "intermediate_size": 64, "num_heads": 2}
+DEEPSTACK_TOWER = {**QWEN_TOWER, "depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+AUDIO_TOWER = {
+    "num_mel_bins": MEL_BINS, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64,
+    "d_model": VISION_HIDDEN,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+CLIP = {"model_type": "clip_vision_model", **SMALL_TOWER}
+IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+QWEN_IDS = {**IDS, "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
+TILES = [[LLAVA_TILE, 2 * LLAVA_TILE], [2 * LLAVA_TILE, LLAVA_TILE]]
+UNBOUNDED_MISTRAL = {"model_type": "mistral", "sliding_window": None}
 
 
-def _llama(text: dict) -> LlamaConfig:
-    return LlamaConfig(**text)
-
-
-def _llava_onevision(text: dict) -> LlavaOnevisionConfig:
-    return LlavaOnevisionConfig(
-        text_config={"model_type": "qwen2", **text},
-        vision_config={
-            "model_type": "siglip_vision_model",
-            "hidden_size": VISION_HIDDEN,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": LLAVA_TILE,
-            "patch_size": LLAVA_TILE // 2,
-            "vision_use_head": False,
-        },
-        image_token_index=IMAGE,
-        video_token_index=VIDEO,
-        image_grid_pinpoints=[[LLAVA_TILE, 2 * LLAVA_TILE], [2 * LLAVA_TILE, LLAVA_TILE]],
-    )
-
-
-def _qwen_vl_ids() -> dict:
-    return {
-        "image_token_id": IMAGE,
-        "video_token_id": VIDEO,
-        "vision_start_token_id": VISION_START,
-        "vision_end_token_id": VISION_END,
-    }
+def _every_other(kind: str, text: dict) -> list[str]:
+    """Layer types: `kind` in turn with full attention."""
+    return [(kind, "full_attention")[i % 2] for i in range(text["num_hidden_layers"])]
 
 
 def _mrope(*section: int, **extra: object) -> dict:
@@ -452,165 +414,112 @@ def _mrope(*section: int, **extra: object) -> dict:
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(section), **extra}
 
 
-def _qwen2_vl(text: dict) -> Qwen2VLConfig:
-    return Qwen2VLConfig(
-        text_config={**text, "rope_parameters": _mrope(2, 3, 3)},
-        vision_config={
-            "depth": 2,
-            "embed_dim": VISION_HIDDEN,
-            "hidden_size": text["hidden_size"],
-            "num_heads": 2,
-            "mlp_ratio": 2,
-        },
-        **_qwen_vl_ids(),
-    )
-
-
-def _qwen2_5_vl(text: dict) -> Qwen2_5_VLConfig:
-    return Qwen2_5_VLConfig(
-        text_config={**text, "rope_parameters": _mrope(2, 3, 3)},
-        vision_config={
-            "depth": 2,
-            "hidden_size": VISION_HIDDEN,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "window_size": 56,
-            "fullatt_block_indexes": [1],
-            "out_hidden_size": text["hidden_size"],
-        },
-        **_qwen_vl_ids(),
-    )
-
-
-def _qwen3_vl(text: dict) -> Qwen3VLConfig:
-    return Qwen3VLConfig(
-        text_config={
-            **text,
-            "head_dim": HEAD_DIM,
-            "rope_parameters": _mrope(3, 3, 2, mrope_interleaved=True),
-        },
-        vision_config={
-            "depth": 3,
-            "hidden_size": VISION_HIDDEN,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": text["hidden_size"],
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-        },
-        **_qwen_vl_ids(),
-    )
-
-
-def _internvl(text: dict) -> InternVLConfig:
-    return InternVLConfig(
+def _llava_onevision(text: dict) -> PreTrainedConfig:
+    sizes = {"image_size": LLAVA_TILE, "patch_size": LLAVA_TILE // 2}
+    return transformers.LlavaOnevisionConfig(
         text_config={"model_type": "qwen2", **text},
-        vision_config={
-            "hidden_size": VISION_HIDDEN,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": [INTERNVL_IMAGE, INTERNVL_IMAGE],
-            "patch_size": [4, 4],
-        },
+        vision_config={"model_type": "siglip_vision_model", **TOWER, **sizes, "vision_use_head": False},
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        image_grid_pinpoints=TILES,
+    )
+
+
+def _qwen2_vl(text: dict) -> PreTrainedConfig:
+    tower = {"depth": 2, "embed_dim": VISION_HIDDEN, "num_heads": 2, "mlp_ratio": 2}
+    return transformers.Qwen2VLConfig(
+        text_config={**text, "rope_parameters": _mrope(2, 3, 3)},
+        vision_config={**tower, "hidden_size": text["hidden_size"]},
+        **QWEN_IDS,
+    )
+
+
+def _qwen2_5_vl(text: dict) -> PreTrainedConfig:
+    windows = {"window_size": 56, "fullatt_block_indexes": [1]}
+    return transformers.Qwen2_5_VLConfig(
+        text_config={**text, "rope_parameters": _mrope(2, 3, 3)},
+        vision_config={**QWEN_TOWER, **windows, "out_hidden_size": text["hidden_size"]},
+        **QWEN_IDS,
+    )
+
+
+def _qwen3_text(text: dict) -> dict:
+    return {**text, "head_dim": HEAD_DIM, "rope_parameters": _mrope(3, 3, 2, mrope_interleaved=True)}
+
+
+def _qwen3_vl(text: dict) -> PreTrainedConfig:
+    return transformers.Qwen3VLConfig(
+        text_config=_qwen3_text(text),
+        vision_config={**DEEPSTACK_TOWER, "out_hidden_size": text["hidden_size"]},
+        **QWEN_IDS,
+    )
+
+
+def _internvl(text: dict) -> PreTrainedConfig:
+    return transformers.InternVLConfig(
+        text_config={"model_type": "qwen2", **text},
+        vision_config={**TOWER, "image_size": [INTERNVL_IMAGE, INTERNVL_IMAGE], "patch_size": [4, 4]},
         image_token_id=IMAGE,
         image_seq_length=INTERNVL_TOKENS,
         tie_word_embeddings=False,
     )
 
 
-def _qwen3(text: dict) -> Qwen3Config:
-    return Qwen3Config(**text, head_dim=HEAD_DIM)
-
-
-def _mistral(text: dict) -> MistralConfig:
-    return MistralConfig(**text, sliding_window=None)  # as from version 0.2 on
-
-
-def _small_tower(model_type: str, **extra: object) -> dict:
-    """A vision tower that turns an image of 8 x 8 pixels into 2 x 2 patches."""
-    return {
-        "model_type": model_type,
-        "hidden_size": VISION_HIDDEN,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": SMALL_IMAGE,
-        "patch_size": SMALL_IMAGE // 2,
-        **extra,
-    }
-
-
-def _llava(text: dict) -> LlavaConfig:
-    return LlavaConfig(
+def _llava(text: dict) -> PreTrainedConfig:
+    return transformers.LlavaConfig(
         text_config={"model_type": "llama", **text},
-        vision_config=_small_tower("clip_vision_model"),
+        vision_config=CLIP,
         image_token_index=IMAGE,
         image_seq_length=SMALL_TOKENS,
     )
 
 
-def _llava_next(text: dict) -> LlavaNextConfig:
-    return LlavaNextConfig(
-        text_config={"model_type": "mistral", "sliding_window": None, **text},
-        vision_config=_small_tower("clip_vision_model"),
+def _llava_next(text: dict) -> PreTrainedConfig:
+    return transformers.LlavaNextConfig(
+        text_config={**UNBOUNDED_MISTRAL, **text},
+        vision_config=CLIP,
         image_token_index=IMAGE,
-        image_grid_pinpoints=[[LLAVA_TILE, 2 * LLAVA_TILE], [2 * LLAVA_TILE, LLAVA_TILE]],
+        image_grid_pinpoints=TILES,
     )
 
 
-def _llava_next_video(text: dict) -> LlavaNextVideoConfig:
-    return LlavaNextVideoConfig(
+def _llava_next_video(text: dict) -> PreTrainedConfig:
+    return transformers.LlavaNextVideoConfig(
         text_config={"model_type": "llama", **text},
-        vision_config=_small_tower("clip_vision_model"),
+        vision_config=CLIP,
         image_token_index=IMAGE,
         video_token_index=VIDEO,
-        image_grid_pinpoints=[[LLAVA_TILE, 2 * LLAVA_TILE], [2 * LLAVA_TILE, LLAVA_TILE]],
+        image_grid_pinpoints=TILES,
     )
 
 
-def _qwen3_vl_moe(text: dict) -> Qwen3VLMoeConfig:
+def _qwen3_vl_moe(text: dict) -> PreTrainedConfig:
     dense = _qwen3_vl(text).to_dict()
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False}
     skip = ("model_type", "architectures", "dtype")
-    return Qwen3VLMoeConfig(
-        text_config={**{k: v for k, v in dense["text_config"].items() if k not in skip}, **experts},
-        vision_config={k: v for k, v in dense["vision_config"].items() if k not in skip},
-        **_qwen_vl_ids(),
+    text_config, vision_config = (
+        {name: value for name, value in dense[part].items() if name not in skip}
+        for part in ("text_config", "vision_config")
     )
+    text_config |= {**EXPERTS, "tie_word_embeddings": False}
+    return transformers.Qwen3VLMoeConfig(text_config=text_config, vision_config=vision_config, **QWEN_IDS)
 
 
-def _idefics(config: type, text: dict) -> SmolVLMConfig | Idefics3Config:
-    tower = _small_tower("", image_size=IDEFICS_IMAGE, patch_size=IDEFICS_IMAGE // 4)
-    del tower["model_type"]
+def _idefics(config: type, text: dict) -> PreTrainedConfig:
     return config(
         text_config={"model_type": "llama", **text},
-        vision_config=tower,
+        vision_config={**TOWER, "image_size": IDEFICS_IMAGE, "patch_size": IDEFICS_IMAGE // 4},
         image_token_id=IMAGE,
         scale_factor=2,
     )
 
 
-def _smolvlm(text: dict) -> SmolVLMConfig:
-    return _idefics(SmolVLMConfig, text)
-
-
-def _idefics3(text: dict) -> Idefics3Config:
-    return _idefics(Idefics3Config, text)
-
-
-def _gemma3(text: dict) -> Gemma3Config:
+def _gemma3(text: dict) -> PreTrainedConfig:
     """Every other layer only sees the last 12 tokens."""
-    kinds = ["sliding_attention", "full_attention"]
-    return Gemma3Config(
-        text_config={
-            **text,
-            "head_dim": HEAD_DIM,
-            "query_pre_attn_scalar": HEAD_DIM,
-            "sliding_window": 12,
-            "layer_types": [kinds[i % 2] for i in range(text["num_hidden_layers"])],
-        },
-        vision_config=_small_tower("siglip_vision_model", vision_use_head=False),
+    heads = {"head_dim": HEAD_DIM, "query_pre_attn_scalar": HEAD_DIM}
+    layers = {"sliding_window": 12, "layer_types": _every_other("sliding_attention", text)}
+    return transformers.Gemma3Config(
+        text_config={**text, **heads, **layers},
+        vision_config={"model_type": "siglip_vision_model", **SMALL_TOWER, "vision_use_head": False},
         mm_tokens_per_image=SMALL_TOKENS,
         image_token_index=IMAGE,
         boi_token_index=VISION_START,
@@ -619,20 +528,16 @@ def _gemma3(text: dict) -> Gemma3Config:
     )
 
 
-def _mllama(text: dict) -> MllamaConfig:
+def _mllama(text: dict) -> PreTrainedConfig:
     """Layer 1 attends to the images, the others to the text."""
-    return MllamaConfig(
+    return transformers.MllamaConfig(
         text_config={**text, "bos_token_id": PAD, "cross_attention_layers": [1]},
         vision_config={
-            "hidden_size": VISION_HIDDEN,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_global_layers": 1,
+            **{name: size for name, size in SMALL_TOWER.items() if name != "num_attention_heads"},
             "attention_heads": 2,
+            "num_global_layers": 1,
             "intermediate_layers_indices": [0],
             "vision_output_dim": 2 * VISION_HIDDEN,
-            "image_size": SMALL_IMAGE,
-            "patch_size": SMALL_IMAGE // 2,
             "max_num_tiles": 1,
             "supported_aspect_ratios": [[1, 1]],
         },
@@ -640,48 +545,30 @@ def _mllama(text: dict) -> MllamaConfig:
     )
 
 
-def _minicpm_v(text: dict) -> MiniCPMV4_6Config:
+def _minicpm_v(text: dict) -> PreTrainedConfig:
     """The language model is Qwen3.5: every other layer here is a linear attention, which has no keys to evict."""
-    return MiniCPMV4_6Config(
+    side = MINICPM_PATCH * MINICPM_GRID[0]
+    return transformers.MiniCPMV4_6Config(
         text_config=_qwen3_5_text(text),
-        vision_config={
-            "hidden_size": VISION_HIDDEN,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": MINICPM_PATCH * MINICPM_GRID[0],
-            "patch_size": MINICPM_PATCH,
-        },
+        vision_config={**TOWER, "image_size": side, "patch_size": MINICPM_PATCH},
         insert_layer_id=0,
-        image_size=MINICPM_PATCH * MINICPM_GRID[0],
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
+        image_size=side,
+        **IDS,
     )
 
 
-def _qwen3_5(text: dict) -> Qwen3_5Config:
+def _qwen3_5(text: dict) -> PreTrainedConfig:
     """Every other layer is a linear attention (a gated delta net)."""
-    return Qwen3_5Config(
-        text_config=_qwen3_5_text(text),
-        vision_config={
-            "depth": 2,
-            "hidden_size": VISION_HIDDEN,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": text["hidden_size"],
-            "num_position_embeddings": 64,
-        },
-        **_qwen_vl_ids(),
-    )
+    tower = {**QWEN_TOWER, "out_hidden_size": text["hidden_size"], "num_position_embeddings": 64}
+    return transformers.Qwen3_5Config(text_config=_qwen3_5_text(text), vision_config=tower, **QWEN_IDS)
 
 
 def _qwen3_5_text(text: dict) -> dict:
-    kinds = ["linear_attention", "full_attention"]
     return {
         "model_type": "qwen3_5_text",
         **text,
         "head_dim": HEAD_DIM,
-        "layer_types": [kinds[i % 2] for i in range(text["num_hidden_layers"])],
+        "layer_types": _every_other("linear_attention", text),
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
         "linear_num_key_heads": 2,
@@ -690,52 +577,39 @@ def _qwen3_5_text(text: dict) -> dict:
     }
 
 
-def _glm4v(text: dict) -> Glm4vConfig:
+def _glm4v(text: dict) -> PreTrainedConfig:
     """Rotates neighbouring channels, and only half of them."""
-    return Glm4vConfig(
+    return transformers.Glm4vConfig(
         text_config={**text, "rope_parameters": _mrope(2, 1, 1, partial_rotary_factor=0.5)},
-        vision_config={
-            "depth": 2,
-            "hidden_size": VISION_HIDDEN,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "image_size": 112,
-            "out_hidden_size": text["hidden_size"],
-        },
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
+        vision_config={**QWEN_TOWER, "image_size": 112, "out_hidden_size": text["hidden_size"]},
         image_start_token_id=VISION_START,
         image_end_token_id=VISION_END,
+        **IDS,
     )
 
 
-def _pixtral(text: dict) -> LlavaConfig:
-    return LlavaConfig(
-        text_config={"model_type": "mistral", "sliding_window": None, **text, "head_dim": HEAD_DIM},
-        vision_config=_small_tower("pixtral", image_size=2 * SMALL_IMAGE),
-        image_token_index=IMAGE,
-        vision_feature_layer=-1,
-        vision_feature_select_strategy="full",
-    )
+def _pixtral(text: dict) -> PreTrainedConfig:
+    return transformers.LlavaConfig(**_of_pixtral(text), vision_feature_layer=-1, vision_feature_select_strategy="full")
 
 
-def _mistral3(text: dict) -> Mistral3Config:
-    return Mistral3Config(
-        text_config={"model_type": "mistral", "sliding_window": None, **text, "head_dim": HEAD_DIM},
-        vision_config=_small_tower("pixtral", image_size=2 * SMALL_IMAGE),
-        image_token_index=IMAGE,
-        spatial_merge_size=2,
-        tie_word_embeddings=False,
-    )
+def _mistral3(text: dict) -> PreTrainedConfig:
+    return transformers.Mistral3Config(**_of_pixtral(text), spatial_merge_size=2, tie_word_embeddings=False)
 
 
-def _gemma4(text: dict, **more: object) -> Gemma4Config:
+def _of_pixtral(text: dict) -> dict:
+    return {
+        "text_config": {**UNBOUNDED_MISTRAL, **text, "head_dim": HEAD_DIM},
+        "vision_config": {"model_type": "pixtral", **SMALL_TOWER, "image_size": 2 * SMALL_IMAGE},
+        "image_token_index": IMAGE,
+    }
+
+
+def _gemma4(text: dict, **more: object) -> PreTrainedConfig:
     """Every other layer only sees the last 12 tokens.
 
     The others have longer and fewer KV heads, whose values are their keys before rotation. Each layer has its own
     embeddings."""
-    kinds = ["sliding_attention", "full_attention"]
-    return Gemma4Config(
+    return transformers.Gemma4Config(
         text_config={
             **text,
             "head_dim": HEAD_DIM,
@@ -743,127 +617,65 @@ def _gemma4(text: dict, **more: object) -> Gemma4Config:
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 1,
             "sliding_window": 12,
-            "layer_types": [kinds[i % 2] for i in range(text["num_hidden_layers"])],
+            "layer_types": _every_other("sliding_attention", text),
             "vocab_size_per_layer_input": VOCAB_SIZE,
             "hidden_size_per_layer_input": 8,
             "use_bidirectional_attention": "vision",
             **more,
         },
-        vision_config={
-            "hidden_size": VISION_HIDDEN,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "patch_size": SMALL_IMAGE // 4,
-            "pooling_kernel_size": 2,
-            "position_embedding_size": 16,
-        },
+        vision_config={**POOLED_TOWER, "pooling_kernel_size": 2, "position_embedding_size": 16},
         audio_config=None,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
         audio_token_id=UNUSED,
         boi_token_id=VISION_START,
         eoi_token_id=VISION_END,
         tie_word_embeddings=False,
+        **IDS,
     )
 
 
-def _gemma4_e2b(text: dict) -> Gemma4Config:
+def _gemma4_e2b(text: dict) -> PreTrainedConfig:
     """The last two layers have no keys of their own, and images are seen causally."""
     return _gemma4(text, num_kv_shared_layers=2, use_bidirectional_attention=None, attention_k_eq_v=False)
 
 
 def _molmo2(text: dict) -> PreTrainedConfig:
     """Vision tokens, of one image or several, attend to each other in both directions."""
+    heads = {name: POOLED_TOWER[name] for name in POOLED_TOWER if name not in ("num_hidden_layers", "patch_size")}
     return transformers.Molmo2Config(
         text_config={**text, "head_dim": HEAD_DIM, "additional_vocab_size": 0},
-        vision_config={
-            "hidden_size": VISION_HIDDEN,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "image_size": [SMALL_IMAGE, SMALL_IMAGE],
-            "patch_size": SMALL_IMAGE // 4,
-        },
-        adapter_config={
-            "vision_feature_layer": [-1, 0],
-            "hidden_size": VISION_HIDDEN,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "intermediate_size": 64,
-            "text_hidden_size": text["hidden_size"],
-        },
+        vision_config={**POOLED_TOWER, "image_size": [SMALL_IMAGE, SMALL_IMAGE]},
+        adapter_config={"vision_feature_layer": [-1, 0], **heads, "text_hidden_size": text["hidden_size"]},
         image_patch_id=IMAGE,
         image_start_token_id=VISION_START,
         image_end_token_id=VISION_END,
     )
 
 
-def _qwen3_omni(text: dict) -> Qwen3OmniMoeThinkerConfig:
+def _qwen3_omni(text: dict) -> PreTrainedConfig:
     """The thinker, which generates the text."""
-    return Qwen3OmniMoeThinkerConfig(
-        text_config={
-            **text,
-            "head_dim": HEAD_DIM,
-            "rope_parameters": _mrope(3, 3, 2, mrope_interleaved=True),
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-        },
-        vision_config={
-            "depth": 3,
-            "hidden_size": VISION_HIDDEN,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": text["hidden_size"],
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-        },
-        audio_config={
-            "num_mel_bins": MEL_BINS,
-            "encoder_layers": 2,
-            "encoder_attention_heads": 2,
-            "encoder_ffn_dim": 64,
-            "d_model": VISION_HIDDEN,
-            "output_dim": text["hidden_size"],
-            "max_source_positions": 100,
-            "downsample_hidden_size": 16,
-        },
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
+    sound = {"output_dim": text["hidden_size"], "max_source_positions": 100, "downsample_hidden_size": 16}
+    return transformers.Qwen3OmniMoeThinkerConfig(
+        text_config={**_qwen3_text(text), **EXPERTS},
+        vision_config={**DEEPSTACK_TOWER, "out_hidden_size": text["hidden_size"]},
+        audio_config={**AUDIO_TOWER, **sound},
         audio_token_id=UNUSED,
         audio_start_token_id=UNUSED + 1,
-        vision_start_token_id=VISION_START,
-        vision_end_token_id=VISION_END,
+        **QWEN_IDS,
     )
 
 
-def _qwen2_audio(text: dict) -> Qwen2AudioConfig:
-    return Qwen2AudioConfig(
-        text_config={"model_type": "qwen2", **text},
-        audio_config={
-            "model_type": "qwen2_audio_encoder",
-            "num_mel_bins": MEL_BINS,
-            "d_model": VISION_HIDDEN,
-            "encoder_layers": 2,
-            "encoder_attention_heads": 2,
-            "encoder_ffn_dim": 64,
-            "max_source_positions": MEL_FRAMES // 2,
-        },
-        audio_token_index=IMAGE,
+def _qwen2_audio(text: dict) -> PreTrainedConfig:
+    sound = {"model_type": "qwen2_audio_encoder", "max_source_positions": MEL_FRAMES // 2}
+    return transformers.Qwen2AudioConfig(
+        text_config={"model_type": "qwen2", **text}, audio_config={**AUDIO_TOWER, **sound}, audio_token_index=IMAGE
     )
 
 
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("qwen2", _qwen2),
-        Family("llama", _llama),
+        Family("qwen2", lambda text: transformers.Qwen2Config(**text)),
+        Family("llama", lambda text: transformers.LlamaConfig(**text)),
         Family("llava-onevision", _llava_onevision, "llava", video=True),
         Family("qwen2-vl", _qwen2_vl, "qwen", video=True),
         Family("qwen2.5-vl", _qwen2_5_vl, "qwen", video=True),
@@ -875,15 +687,16 @@ SOME_FAMILIES = ["qwen2", "llava-onevision", "qwen2.5-vl"]  # text only, plain p
 LISTED_FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("qwen3", _qwen3),
-        Family("mistral", _mistral),
+        Family("qwen3", lambda text: transformers.Qwen3Config(**text, head_dim=HEAD_DIM)),
+        # As from version 0.2 on.
+        Family("mistral", lambda text: transformers.MistralConfig(**text, sliding_window=None)),
         Family("llava-1.5", _llava, "small"),
         Family("llava-onevision-original", _llava_onevision, "llava", video=True),
         Family("llava-next", _llava_next, "llava-next"),
         Family("llava-next-video", _llava_next_video, "llava-next", video=True),
         Family("qwen3-vl-moe", _qwen3_vl_moe, "qwen3", video=True),
-        Family("smolvlm", _smolvlm, "idefics"),
-        Family("idefics3", _idefics3, "idefics"),
+        Family("smolvlm", partial(_idefics, transformers.SmolVLMConfig), "idefics"),
+        Family("idefics3", partial(_idefics, transformers.Idefics3Config), "idefics"),
         Family("gemma3", _gemma3, "gemma3", layers=4),
         Family("mllama", _mllama, "mllama", layers=4),
         Family("minicpm-v", _minicpm_v, "minicpm", layers=4, video=True),

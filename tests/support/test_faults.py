@@ -10,7 +10,7 @@ import pytest
 from tests.faults import faults_of, is_new, sample
 from tests.forked import ROOT
 from tests.mutate import EQUIVALENT, applies
-from tests.mutations import MUTATIONS
+from tests.mutations import FAULTS, MUTATIONS
 
 CODE = '''
     """A docstring: 1 < 2."""
@@ -108,6 +108,12 @@ def test_a_sample_has_some_of_every_module_and_is_the_same_again():
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_named_fault_finds_its_line(name):
     assert applies(MUTATIONS[name], ROOT)
+    assert all((ROOT / test.partition("::")[0]).exists() for test in MUTATIONS[name].tests)
+
+
+def test_named_faults_differ_in_name_and_each_is_told_and_met_by_tests():
+    assert len(FAULTS) == len(MUTATIONS) > 170
+    assert all(fault.breaks and fault.tests and fault.old != fault.new for fault in MUTATIONS.values())
 
 
 @pytest.mark.parametrize("file", sorted({name.partition(" ")[0] for name in EQUIVALENT}))

@@ -10,12 +10,12 @@ from kvcompress.errors import KVCompressError
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import data
 from lmms_eval_plugins.cells.plan import Plan
+from lmms_eval_plugins.cells.results import read_cell as read
 from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.tasks import BUNDLED_TASKS
+from tests.support.evaluation import FOUR, error_line
 
-from ..test_evaluate import FOUR, clean_process, error_line, read  # noqa: F401 (a fixture that each test here uses)
-
-pytestmark = pytest.mark.usefixtures("plots_not_drawn")
+pytestmark = pytest.mark.usefixtures("clean_process", "plots_not_drawn")
 
 
 @pytest.fixture
@@ -25,15 +25,6 @@ def data_root(tmp_path):
     folder.mkdir(parents=True)
     shutil.copy(BUNDLED_TASKS / "tiny_textvqa" / "headline.parquet", folder / "validation-00000-of-00001.parquet")
     return tmp_path / "data"
-
-
-def test_data_that_is_not_here_names_the_command(capsys):
-    assert evaluate.main(["textvqa_val", *FOUR[1:]]) == 1
-    line = error_line(capsys)
-    assert "task 'textvqa_val' is not on this machine" in line
-    folder = "data/lmms-lab-encoder/textvqa"
-    assert f"`hf download lmms-lab-encoder/textvqa --repo-type dataset --local-dir {folder}`" in line
-    assert not Path("results").exists()
 
 
 @pytest.mark.slow  # the whole index

@@ -222,6 +222,8 @@ def test_data_tasks_and_the_files_of_arguments_are_part_of_it(tmp_path):
         before = fingerprint(**{name: str(text)})
         text.write_text("Be long!!")
         assert fingerprint(**{name: str(text)}) != before
+        text.write_text("Be short.")
+        assert fingerprint(**{name: str(text)}) == before
 
 
 def test_a_replaced_file_of_the_model_changes_it(tmp_path):

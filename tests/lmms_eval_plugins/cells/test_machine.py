@@ -17,8 +17,9 @@ from lmms_eval_plugins.cells import machine
 from lmms_eval_plugins.cells.errors import EvaluationFailed
 from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.model.batch_size import free_memory
+from tests.support.evaluation import FOUR, error_line
 
-from ..test_evaluate import FOUR, clean_process, error_line, read  # noqa: F401 (a fixture that each test here uses)
+pytestmark = pytest.mark.usefixtures("clean_process")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -49,11 +50,6 @@ def test_apples_gpu_is_waited_for_and_its_memory_counted(monkeypatch):
     assert calls == ["empty_cache", "synchronize"]
     assert device.peak_memory(mps) == 3 << 20
     assert free_memory(mps) == 5 << 20
-
-
-def test_model_that_is_not_here_names_the_command(capsys):
-    assert evaluate.main(["tiny_textvqa", "org/absent-7b", "knorm", "0.2"]) == 1
-    assert "`hf download org/absent-7b --local-dir absent-7b`" in error_line(capsys)
 
 
 def test_hub_is_reachable_only_where_something_answers(monkeypatch):

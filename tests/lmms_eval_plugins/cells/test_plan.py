@@ -6,11 +6,9 @@ import pytest
 
 from kvcompress import KVCompressError
 from lmms_eval_plugins.cells.data import check_generation
-from lmms_eval_plugins.cells.identity import fingerprint
 from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.evaluate import parse
-
-FOUR = ["tiny_textvqa", "tiny", "snapkv", "0.2"]
+from tests.support.evaluation import FOUR
 
 
 def cells(*argv):
@@ -43,12 +41,6 @@ def test_a_preset_brings_what_is_kept_where_nothing_else_says_it(argv, folders):
     assert [cell.folder(Path()).name for cell in cells(*FOUR[:2], *argv)] == folders
 
 
-@pytest.mark.parametrize("argv", [["snapkv", "-", "preset=paper"], ["knorm,fastv", "-", "preset=k2-r50"]])
-def test_a_preset_that_says_nothing_of_what_is_kept_needs_a_ratio(argv):
-    with pytest.raises(KVCompressError, match=r"needs ratio= \(fraction kept, in \(0, 1\]\) or budget="):
-        cells(*FOUR[:2], *argv)
-
-
 def test_none_is_the_default_of_an_option_too():
     (cell,) = cells(*FOUR, "layer_budget=None", "preset=none", "window_size=8")
     assert cell.options == {"window_size": 8}
@@ -63,17 +55,6 @@ def test_every_task_of_a_list_gets_its_cells():
 def test_an_option_belongs_to_the_methods_that_have_it():
     by_method = {cell.method: cell.options for cell in cells(*FOUR[:2], "snapkv,knorm", "0.2", "kernel_size=7")}
     assert by_method == {"snapkv": {"kernel_size": 7}, "knorm": {}}
-
-
-def test_a_file_of_the_prompt_counts_by_its_content(tmp_path):
-    file = tmp_path / "system.txt"
-    found = []
-    for text in ("Be brief.", "Be long.", "Be brief."):
-        file.write_text(text)
-        plan = Plan.of(parse([*FOUR, f"system_prompt={file}"]))
-        ((cell, options),) = plan.cells
-        found.append(fingerprint(cell, plan.arguments, options, {}, {}))
-    assert found[0] == found[2] != found[1]
 
 
 CHANGES = [
@@ -130,20 +111,6 @@ def test_slots_are_a_setting_of_the_cell_and_take_the_place_of_the_demos_batches
     assert cell.settings == {"slots": 4}
     assert {cell.settings.get("batch_size") for cell in cells("slots=auto")} == {None}
     assert {cell.settings["batch_size"] for cell in cells()} == {4}
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--gen_kwargs", "num_beams=2"], "slots=4 does not go with num_beams=2: it has to be 1"),
-        (["cache_implementation=quantized"], "slots=4 does not go with cache_implementation='quantized'"),
-        (["batch_size=4"], "slots=4 does not go with batch_size=4"),
-        (["--batch_size", "4"], "slots=4 does not go with batch_size=4"),
-    ],
-)
-def test_what_does_not_go_with_slots_is_refused_before_anything_is_loaded(argv, message):
-    with pytest.raises(KVCompressError, match=message):
-        cells(*FOUR, "slots=4", *argv)
 
 
 def test_a_task_that_does_not_go_with_slots_is_refused_before_its_data_is_loaded():

@@ -12,8 +12,8 @@ from kvcompress.flag_types import whole
 from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.cells.request import REPLACED, flag_parser, literal
 from lmms_eval_plugins.evaluate import parse
+from tests.support.evaluation import FOUR
 
-FOUR = ["tiny_textvqa", "tiny", "snapkv", "0.2"]
 # A value that each flag with a value takes; the others take a 3.
 VALUES = {
     "batch_size": "auto:2", "device": "cpu", "gen_kwargs": "temperature=0", "wandb_args": "project=p",
@@ -124,52 +124,6 @@ def test_literals(text, value):
     result = literal(text)
     assert result == value
     assert type(result) is type(value)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (WORDS[:3], "RATIO is missing"),
-        (WORDS[:1], "MODEL is missing"),
-        (["--apply_chat_template", *WORDS[:2]], "METHOD is missing"),
-        ([*WORDS[:3], "20"], "RATIO 20 is not in"),
-        ([*WORDS[:3], "0"], "RATIO 0 is not in"),
-        ([*WORDS[:3], "nan"], "RATIO 'nan' is not a number"),
-        ([*WORDS[:3], "0.2,1.5"], "RATIO 1.5 is not in"),
-        ([*WORDS[:3], "window_size=8"], "'window_size=8' is not a number"),
-        ([*WORDS[:3], "0.5,-"], "RATIO '-' is not a number"),
-        ([*WORDS[:3], "-"], "budget=ENTRIES"),
-        ([*WORDS, "budget=64"], "budget=ENTRIES"),
-        ([*WORDS, "budget="], "give either RATIO, or '-'"),
-        ([*WORDS, "budget=64", "preset=paper"], "budget=ENTRIES"),
-        ([*WORDS[:3], "-", "budget=0"], "budget='0' is not a whole number of at least 1"),
-        ([*WORDS[:3], "-", "budget=,"], "budget ',' is an empty list"),
-        ([",", *WORDS[1:]], "TASK ',' is an empty list"),
-        ([*WORDS[:2], " , ", "0.2"], "METHOD ' , ' is an empty list"),
-        ([*WORDS[:3], ""], "RATIO '' is an empty list"),
-        ([*WORDS, "extra"], "'extra' is neither a flag nor key=value"),
-        ([*WORDS, "a=1", "a=2"], "a= is given twice"),
-        ([*WORDS, "method=knorm"], "method= is set by METHOD"),
-        ([*WORDS, "ratio=0.5"], "ratio= is set by RATIO"),
-        ([*WORDS, "--system_instruction", "a", "system_prompt=b"], "twice: --system_instruction also sets"),
-        ([*WORDS, "--lmit", "8"], "unknown flag '--lmit' (did you mean '--limit'?)"),
-        ([*WORDS, "--batch_size", "auto:0"], "argument --batch_size/-b: 'auto:0' is neither a whole number"),
-        ([*WORDS, "--timezone", "Europe/Berlni"], "not a time zone (did you mean 'Europe/Berlin'?)"),
-        ([*WORDS, "--reasoning_tags", '["<a>"]'], "is neither none nor a JSON list of pairs"),
-        ([*WORDS, "--reasoning_tags", "[[1, 2]]"], "is neither none nor a JSON list of pairs"),
-        ([*WORDS, "--wandb_args", ""], "holds no name=value"),
-        ([*WORDS, "--wandb_log_samples"], "--wandb_log_samples needs --wandb_args"),
-        ([*WORDS, "--hf_hub_log_args", "hub_results_org=me"], "push_results_to_hub=true nor push_samples_to_hub=true"),
-        ([*WORDS, "--hf_hub_log_args", "push_result_to_hub=true"], "(did you mean 'push_results_to_hub'?)"),
-        ([*WORDS, "--hf_hub_log_args", "push_results_to_hub=yes"], "is neither true nor false"),
-        ([*WORDS, "--hf_hub_log_args", "token=hf_secret"], "set HF_TOKEN"),
-    ],
-)
-def test_bad_input_is_one_line_that_names_it(argv, message):
-    with pytest.raises(KVCompressError) as error:
-        parse(argv)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_a_whole_number_has_31_bits():

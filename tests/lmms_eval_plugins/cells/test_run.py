@@ -10,8 +10,7 @@ from transformers import LlamaConfig
 from lmms_eval_plugins.cells.run import as_one_process, environment, metric_tokens, run_lmms_eval
 from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.model.arguments import ModelArguments
-
-FOUR = ["tiny_textvqa", "tiny", "snapkv", "0.2"]
+from tests.support.evaluation import FOUR
 
 
 def test_lmms_eval_is_told_the_model_arguments_that_were_given_and_the_flags(monkeypatch):

@@ -194,46 +194,22 @@ def test_the_regime_says_what_questions_demand(images, videos, vision, tokens, a
 
 
 COMMANDS = {
-    "plain": ["tiny_textvqa", "tiny", "full,snapkv", "0.2,0.05"],
-    "options": ["tiny_textvqa", "tiny", "full,snapkv", "0.2", "window_size=8", "first_token=compressed", "merge=cam"],
-    "budget": ["tiny_textvqa", "tiny", "snapkv", "-", "budget=64,128", "layer_budget=pyramid", "decode_ratio=0.5"],
-    "preset": ["tiny_textvqa", "tiny", "simlayerkv", "-", "preset=qwen2"],
-    "seeds": ["tiny_textvqa", "tiny", "random", "0.2", "seed=3", "--seed", "7"],
-    "settings": [
-        "tiny_textvqa",
-        "tiny",
-        "knorm",
-        "0.2",
-        "batch_size=auto:4",
-        "dtype=float32",
-        "max_new_tokens=7",
-        "vision_cache_gb=0",
-        "system_prompt=Be brief, please.",
-        "--limit",
-        "0.25",
-        "--offset",
-        "3",
-        "--seed",
-        "7",
-        "--num_fewshot",
-        "0",
-        "--gen_kwargs",
-        "temperature=0.5,do_sample=true",
-        "--fewshot_as_multiturn",
-        "--predict_only",
-        "-n",
-        "3",
-        "--reasoning_tags",
-        "none",
-    ],
-    "slots": ["tiny_video", "tiny", "adakv", "0.2", "slots=8", "cache_implementation=static", "--process_with_media"],
-    "text": ["gsm8k", "tiny", "knorm", "0.2", "--apply_chat_template", "--metadata", '{"max_seq_lengths": [4096]}'],
+    "plain": "tiny_textvqa tiny full,snapkv 0.2,0.05",
+    "options": "tiny_textvqa tiny full,snapkv 0.2 window_size=8 first_token=compressed merge=cam",
+    "budget": "tiny_textvqa tiny snapkv - budget=64,128 layer_budget=pyramid decode_ratio=0.5",
+    "preset": "tiny_textvqa tiny simlayerkv - preset=qwen2",
+    "seeds": "tiny_textvqa tiny random 0.2 seed=3 --seed 7",
+    "settings": "tiny_textvqa tiny knorm 0.2 batch_size=auto:4 dtype=float32 max_new_tokens=7 vision_cache_gb=0 "
+    "'system_prompt=Be brief, please.' --limit 0.25 --offset 3 --seed 7 --num_fewshot 0 "
+    "--gen_kwargs temperature=0.5,do_sample=true --fewshot_as_multiturn --predict_only -n 3 --reasoning_tags none",
+    "slots": "tiny_video tiny adakv 0.2 slots=8 cache_implementation=static --process_with_media",
+    "text": "gsm8k tiny knorm 0.2 --apply_chat_template --metadata '{\"max_seq_lengths\": [4096]}'",
 }
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_command_of_a_row_asks_for_that_cell_alone(name):
-    plan = Plan.of(parse(COMMANDS[name]))
+    plan = Plan.of(parse(shlex.split(COMMANDS[name])))
     for cell, options in plan.cells:
         of_cell = asdict(cell)
         changed = of_cell.pop("options")

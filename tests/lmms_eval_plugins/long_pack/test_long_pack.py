@@ -306,26 +306,6 @@ def test_an_image_that_several_questions_show_is_stored_once(tmp_path):
     assert sizes[1] < 1.2 * sizes[0]
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (
-            ["--picture-size", "60x60"],
-            "--picture-size 60x60 is too small for a card with text of --font-px 20, which needs",
-        ),
-        (["--page-size", "300x400"], "--page-size 300x400 is too small for a page's content at --font-px 20"),
-        (["--lengths", "4,700"], "--lengths 700: a document has at most 599 pages"),
-        (["--kinds", "countin"], "did you mean 'counting'?"),
-        (["--lengths", "1"], "--lengths: '1' is not a whole number of at least 2"),
-    ],
-)
-def test_what_cannot_be_drawn_is_one_line(argv, message, tmp_path, capsys):
-    assert main(["--out", str(tmp_path / "new"), *argv]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert not (tmp_path / "new").exists()
-
-
 def test_long_documents_are_no_limit_for_needles_alone():
     pack, _ = pack_of(["--out", "x", "--lengths", "700", "--kinds", "counting"])
     assert pack.tasks() == {"needle": ("counting",)}

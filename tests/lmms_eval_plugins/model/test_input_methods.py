@@ -168,26 +168,3 @@ def test_no_overlay_is_recorded(checkpoint):
     lm.overlays = 4
     answers(lm, {"method": "downsample", "ratio": 0.5})
     assert not any("survivors" in row for row in lm.gather_rows())
-
-
-@pytest.mark.parametrize(
-    ("method", "size", "options", "message"),
-    [
-        ("downsample", {}, {}, "'downsample' needs ratio= or budget="),
-        ("downsample", {"ratio": 0.5}, {"window_size": 8}, "'downsample' has no option 'window_size'"),
-        (
-            "downsample",
-            {"ratio": 0.5},
-            {"ratio_of": "prompt"},
-            "changes pictures only: ratio_of='vision', not 'prompt'",
-        ),
-        ("downsample", {"ratio": 0.5}, {"fewer_frames": "maybe"}, "option 'fewer_frames' is 'maybe'"),
-        ("downsample", {"ratio": 1.5}, {}, r"ratio=1.5 is not in \(0, 1\]"),
-        ("blind", {"ratio": 0.5}, {}, "'blind' takes no size: ratio=0.5, budget=None"),
-        ("blind", {"budget": 5}, {}, "'blind' takes no size"),
-        ("blynd", {}, {}, "there is no method 'blynd' .did you mean 'blind'"),
-    ],
-)
-def test_what_is_wrong_is_said_before_anything_is_loaded(method, size, options, message):
-    with pytest.raises(KVCompressError, match=message):
-        make_compression(method, **size, **options)

@@ -11,10 +11,31 @@ from lmms_eval_plugins.model.arguments import ModelArguments
 from lmms_eval_plugins.model.loading import device_of
 from tests.support.checkpoints import load_lm, save_checkpoint
 
+# fmt: off
+REFUSED = [  # model or family of a checkpoint, arguments, what the error says
+    ("./nothing here", {"method": "snapk", "ratio": 0.2}, "snapkv"),  # before it is looked for
+    ("tiny", {"chat_template": "plain"}, "text-only"),
+    ("llama", {"chat_template": "brief"}, "'brief' is neither a file nor 'plain': the checkpoint names none"),
+    ("tiny", {"max_pixels": 1000}, "max_pixels.*LlavaOnevisionProcessor"),
+    ("llava-onevision", {"video_max_pixels": 100}, "video_min_pixels and video_max_pixels have no meaning for"),
+    ("llava-onevision", {"image_resize": "qwen_vl_utils"}, "does not scale images by area"),
+    ("qwen2-vl", {"mm_spatial_pool_stride": 2}, "mm_spatial_pool_stride.*qwen2_vl"),
+    ("qwen2.5-vl", {"tile_every_image": True}, "tile_every_image has no meaning for a qwen2_5_vl model"),
+    ("tiny", {"device": "cuda:99"}, "CUDA GPUs"),
+    ("tiny", {"device": "gpu"}, "is not a device"),
+    ("tiny", {"tp_plan": "auto"}, "tp_plan='auto' needs several processes: NUM_PROCESSES=2"),
+]
+# fmt: on
 
-def test_plain_text_is_an_error_for_a_vision_model():
-    with pytest.raises(KVCompressError, match="text-only"):
-        load_lm(chat_template="plain")
+
+@pytest.mark.parametrize(("model", "arguments", "said"), REFUSED)
+def test_an_argument_that_a_model_has_no_use_for_is_an_error(model, arguments, said, checkpoint):
+    with pytest.raises(KVCompressError, match=said):
+        load_lm(model if model in ("tiny", "./nothing here") else checkpoint(model), **arguments)
+
+
+def test_an_argument_that_says_what_the_model_does_is_accepted():
+    load_lm(mm_spatial_pool_stride=2)
 
 
 def test_a_model_without_chat_template_is_an_error_that_says_what_to_give(checkpoint, tmp_path):
@@ -22,28 +43,6 @@ def test_a_model_without_chat_template_is_an_error_that_says_what_to_give(checkp
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(KVCompressError, match=r"no chat template.*chat_template=plain"):
         load_lm(str(folder))
-
-
-def test_max_pixels_is_an_error_where_it_would_do_nothing():
-    with pytest.raises(KVCompressError, match=r"max_pixels.*LlavaOnevisionProcessor"):
-        load_lm(max_pixels=1000)
-
-
-def test_a_llava_onevision_argument_is_an_error_for_another_model(checkpoint):
-    load_lm(mm_spatial_pool_stride=2)
-    with pytest.raises(KVCompressError, match=r"mm_spatial_pool_stride.*qwen2_vl"):
-        load_lm(checkpoint("qwen2-vl"), mm_spatial_pool_stride=2)
-
-
-def test_arguments_are_checked_before_anything_is_loaded(tmp_path):
-    with pytest.raises(KVCompressError, match="snapkv"):
-        load_lm(str(tmp_path / "nothing here"), method="snapk", ratio=0.2)
-
-
-@pytest.mark.parametrize(("device", "part"), [("cuda:99", "CUDA GPUs"), ("gpu", "is not a device")])
-def test_a_device_that_is_not_there_is_an_error_that_names_it(device, part):
-    with pytest.raises(KVCompressError, match=part):
-        load_lm(device=device)
 
 
 @pytest.mark.parametrize(

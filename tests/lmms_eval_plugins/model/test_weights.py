@@ -16,7 +16,7 @@ from lmms_eval_plugins.cells.identity import fingerprint
 from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.model import loading
-from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT, parse_arguments
+from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT
 from lmms_eval_plugins.model.lm import KVCompressLM
 from tests.support.checkpoints import image, requests, save_checkpoint
 from tests.support.examples import some
@@ -94,11 +94,6 @@ def test_the_setting_is_in_a_cells_folder_and_fingerprint():
     assert arguments.quantization == "quanto-int8"
     assert cell.folder(Path()).name == "snapkv-0.2-limit=2-quantization=quanto-int8"
     assert fingerprint(cell, arguments, options, {}, {})["settings"]["quantization"] == "quanto-int8"
-
-
-def test_an_unknown_quantization_names_the_valid_ones():
-    with pytest.raises(KVCompressError, match=r"quantization='int8'.*quanto-int8.*bnb-int4"):
-        parse_arguments(pretrained="tiny", quantization="int8")
 
 
 @pytest.mark.parametrize("name", ["quanto-int8", "torchao-int8", "bnb-int4"])
@@ -204,8 +199,3 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
     folder = checkpoint_that_says(tmp_path / "m", quant_method="gptq", bits=4)
     with pytest.raises(KVCompressError, match=r"already quantized.*gptq"):
         KVCompressLM(pretrained=folder, device="cpu", quantization="quanto-int8")
-
-
-def test_tensor_parallel_needs_several_processes():
-    with pytest.raises(KVCompressError, match="tp_plan='auto' needs several processes: NUM_PROCESSES=2"):
-        KVCompressLM(pretrained="tiny", device="cpu", tp_plan="auto")

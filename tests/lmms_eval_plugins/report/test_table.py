@@ -340,11 +340,6 @@ def test_what_an_interrupted_evaluation_left_behind_is_no_folder_of_its_own(tmp_
     assert [file.parent for file in tmp_path.rglob("report.md")] == [folder]
 
 
-def test_folder_without_cells_is_an_error(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 1
-    assert "no finished cell under" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("count", "text"), [(512, "512 B"), (2048, "2.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 30, "5.00 GiB")]
 )

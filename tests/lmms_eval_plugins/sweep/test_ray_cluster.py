@@ -18,9 +18,7 @@ pytest.importorskip("ray")
 from lmms_eval_plugins.cells.errors import EvaluationFailed
 from lmms_eval_plugins.sweep import ray_cluster
 from lmms_eval_plugins.sweep.study import JOURNAL_FILE, Trial
-
-ROOT = Path(__file__).parents[3]
-
+from tests.support.evaluation import ROOT, start
 
 # -- the pool, with a stand-in for Ray: what an actor does is decided by `outcomes`
 
@@ -155,20 +153,8 @@ def test_a_worker_that_is_killed_within_a_trial_loses_nothing_and_repeats_nothin
     parameters = {"task": {"value": "tiny_textvqa"}, "model": {"value": "tiny"}, "ratio": {"values": [0.5, 0.2, 0.1]}}
     parameters["method"] = {"values": ["full", "snapkv", "streamingllm"]}
     file.write_text(yaml.safe_dump({"method": "grid", "parameters": parameters}))
-    command = [
-        sys.executable,
-        "-m",
-        "lmms_eval_plugins.sweep",
-        "run",
-        str(file),
-        "--limit=24",
-        "--output_path",
-        str(out),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
-    sweep = subprocess.Popen(
-        [*command, "--ray=local", "--workers=2"], env=environment, stdout=subprocess.PIPE, text=True
-    )
+    words = ["run", str(file), "--limit=24", "--output_path", str(out), "--ray=local", "--workers=2"]
+    sweep = start("sweep", *words, WANDB_MODE="offline")
     try:
         victim = None
         while victim is None:  # a worker that answers questions: its cell's folder is begun

@@ -29,6 +29,7 @@ from lmms_eval_plugins.sweep.config import read_config
 from lmms_eval_plugins.sweep.runner import Sweep, locked, run_here
 from lmms_eval_plugins.sweep.study import JOURNAL_FILE, Trials
 from lmms_eval_plugins.sweep.table import write_table
+from tests.support.evaluation import start
 from tests.support.result_cells import write_answers
 from tests.support.wandb_files import read_run
 
@@ -71,13 +72,6 @@ def offline(tmp_path, monkeypatch):
 
 def results_of(folder: Path) -> dict:
     return json.loads((folder / "results.json").read_text())
-
-
-def test_a_sweep_that_cannot_be_written_is_found_before_it_begins(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(runner, "Sweep", None)  # a call would raise
-    (tmp_path / "file").touch()
-    assert command.main(["run", str(write(tmp_path / "a.yaml")), "--output_path", str(tmp_path / "file")]) == 2
-    assert "file/sweeps/a' cannot be written: " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_sweep_whose_notes_are_damaged_says_which(tmp_path, config):
@@ -441,30 +435,12 @@ def test_a_sweep_on_ray_has_the_cores_and_workers_that_are_asked_for(fake, tmp_p
     assert given == [("local", 1, None), ("local", 3, 2)]
 
 
-def test_wrong_flags_and_commands_are_errors(monkeypatch, capsys):
-    def error(*arguments):
-        assert command.main(list(arguments)) == 2
-        return capsys.readouterr().err.splitlines()[-1]
-
-    assert error("sweep").startswith("error: 'sweep' is neither run nor trial")
-    assert (
-        error("run", "a.yaml", "--trials", "0") == "error: argument --trials: '0' is not a whole number of at least 1"
-    )
-    assert error("run", "a.yaml", "--workers", "2") == "error: --workers and --cpus-per-trial need --ray"
-    assert error("run", "none.yaml").startswith("error: sweep file 'none.yaml' cannot be read")
-    assert error("run", "a.yaml", "limit").startswith("error: 'limit' is not --name=value")
-    monkeypatch.setenv("NUM_PROCESSES", "2")
-    assert error("run", "a.yaml", "--ray", "local").startswith(
-        "error: NUM_PROCESSES=2 with --ray: a trial on Ray is one"
-    )
-
-
 # -- killed
 
 
 def columns(output: Path, name: str) -> list[list[str]]:
     """The table without the times, which no two runs share."""
-    return [[*row[:4], row[-3], row[-2], row[-1]] for row in report_of(output, name)]
+    return [[*row[:4], *row[-2:]] for row in report_of(output, name)]
 
 
 @pytest.mark.slow
@@ -472,17 +448,14 @@ def columns(output: Path, name: str) -> list[list[str]]:
 def test_a_sweep_that_is_killed_ends_with_the_table_of_one_that_is_not(tmp_path, method):
     parameters = SPACE if method == "grid" else SEARCH
     file = write(tmp_path / "sweep.yaml", method, {**parameters, "batch_size": {"value": 4}}, run_cap=6)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
 
-    def start(output: Path) -> subprocess.Popen:
-        arguments = ["run", str(file), "--limit", "4", "--output_path", str(output)]
-        return subprocess.Popen(
-            [sys.executable, "-m", "lmms_eval_plugins.sweep", *arguments], env=environment, stdout=subprocess.DEVNULL
-        )
+    def begun(output: Path) -> subprocess.Popen:
+        words = ["run", str(file), "--limit", "4", "--output_path", str(output)]
+        return start("sweep", *words, WANDB_MODE="disabled")
 
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert start(whole).wait() == 0
-    killed = start(cut)
+    assert begun(whole).wait() == 0
+    killed = begun(cut)
     while not list(cut.glob("tiny_textvqa/tiny/snapkv-*/results.json")):  # then the next trial is running
         time.sleep(0.05)
         assert killed.poll() is None
@@ -490,7 +463,7 @@ def test_a_sweep_that_is_killed_ends_with_the_table_of_one_that_is_not(tmp_path,
     os.kill(killed.pid, signal.SIGKILL)
     killed.wait()
     assert not (cut / "sweeps/sweep-limit=4/report.md").exists()
-    assert start(cut).wait() == 0
+    assert begun(cut).wait() == 0
     assert columns(cut, "sweep-limit=4") == columns(whole, "sweep-limit=4")
     states = optuna.load_study(
         study_name=None,

@@ -10,16 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
-import huggingface_hub.constants
 import pytest
 import yaml
 
 from kvcompress import KVCompressError
 from lmms_eval_plugins import evaluate
+from lmms_eval_plugins.cells.results import read_cell as read
 from lmms_eval_plugins.model.lm import KVCompressLM
 from tests.support.checkpoints import load_lm
 
-pytest.importorskip("lm_eval")
+pytest.importorskip("lm_eval.api.task")
+pytestmark = pytest.mark.usefixtures("clean_process")
 
 CAPITALS = {
     "task": "capitals",
@@ -53,25 +54,6 @@ def tasks(tmp_path_factory):
         name = content.get("group", content["task"])
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def clean_process(monkeypatch, tmp_path):
-    import lm_eval.api.task
-    import lmms_eval.api.task
-    import lmms_eval.evaluator
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    for module in (lm_eval.api.task, lmms_eval.api.task, lmms_eval.evaluator):
-        monkeypatch.setattr(module, "tqdm", module.tqdm)
-
-
-def read(folder):
-    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    return json.loads((folder / "results.json").read_text()), samples
 
 
 def run(tasks, checkpoint, output, *more, methods="full,snapkv"):
