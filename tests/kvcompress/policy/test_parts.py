@@ -115,7 +115,9 @@ def test_a_rule_that_shares_out_something_else_is_one_line(wrong):
         def fixed(self, budget, length, num_layers, window, beta):
             return wrong
 
-    with pytest.raises(kvcompress.KVCompressError, match=r"^Wrong.fixed returned .* 2 whole numbers from 0 to 9, .* 6$"):
+    with pytest.raises(
+        kvcompress.KVCompressError, match=r"^Wrong.fixed returned .* 2 whole numbers from 0 to 9, .* 6$"
+    ):
         Wrong().budgets(LayerView(0, 2, [9], [3], 1.0))
 
 
