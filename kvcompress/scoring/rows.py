@@ -69,11 +69,14 @@ def _unheard(queries: torch.Tensor | None, rows: int) -> list[int]:
 
 
 def _checked(scores: object, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
-    """Return the scores in fp32. Raises KVCompressError if they are no tensor, or of another shape."""
+    return checked_scores(scores, view.settings.cluster, keys.shape[:3], "(batch, kv_heads, keys)")
+
+
+def checked_scores(scores: object, method: object, shape: torch.Size, axes: str) -> torch.Tensor:
+    """Return in fp32 what the `score` of a method returned. Raises KVCompressError if it is no tensor of this shape."""
     returned = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
-    if returned != keys.shape[:3]:
+    if returned != shape:
         raise KVCompressError(
-            f"{type(view.settings.cluster).__name__}.score returned {returned} for keys {tuple(keys.shape)}: "
-            f"it must be a tensor (batch, kv_heads, keys), {tuple(keys.shape[:3])}"
+            f"{type(method).__name__}.score returned {returned}: it must be a tensor {axes}, {tuple(shape)}"
         )
     return scores.float()
