@@ -64,10 +64,14 @@ def method_name(name: str) -> str:
 
 
 def register_method(name: str) -> Callable[[MethodClass], MethodClass]:
-    """Class decorator that registers a method's dataclass as `method=name`. The name must not be taken."""
+    """Class decorator that registers a method's dataclass as `method=name`. The name must not be taken.
+
+    It names a folder of results and is a word of lists: it has no slash and no comma."""
 
     def register(cls: MethodClass) -> MethodClass:
         key = method_name(name)
+        if not key or set(key) & set("/\\,"):
+            raise KVCompressError(f"{cls.__name__} cannot be method {name!r}: a name has no slash and no comma")
         if not (is_dataclass(cls) and issubclass(cls, Method)):
             raise KVCompressError(f"{cls.__name__} is not a dataclass that derives from KVCluster or TokenMethod")
         known = _METHODS.get(key)
@@ -124,7 +128,10 @@ def _import_all() -> None:
     for name in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
         path = Path(name).expanduser().absolute()
         if path not in _FILES:
-            names = import_file(path, name)
+            try:
+                names = import_file(path, name)
+            except KVCompressError as error:
+                raise KVCompressError(f"{FILES}: {error}") from error
             if names and not has_passed(path) and os.environ.get("LOCAL_RANK", "0") == "0":
                 print(f"warning: {name} was not checked in its present form: {called('check')} {name}", file=sys.stderr)
 
@@ -136,9 +143,9 @@ def import_file(path: Path, name: str) -> list[str]:
     from .layer_budgets import list_layer_budgets
 
     if path.suffix != ".py" or not path.is_file():
-        raise KVCompressError(f"{FILES}: there is no Python file {name}")
+        raise KVCompressError(f"there is no Python file {name}")
     if path.stem in {other.stem for other in _FILES}:  # the file name is the module name, which identifies a method
-        raise KVCompressError(f"{FILES}: {name}: another file there has the same name; rename one")
+        raise KVCompressError(f"{name}: another file there has the same name; rename one")
     spec = importlib.util.spec_from_file_location(f"{OF_FILE}{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     before, rules = set(_METHODS), set(list_layer_budgets())
@@ -151,7 +158,7 @@ def import_file(path: Path, name: str) -> list[str]:
     except (Exception, SystemExit) as error:
         _FILES.discard(path)
         what = "" if isinstance(error, KVCompressError) else f"{type(error).__name__}: "
-        raise KVCompressError(f"{FILES}: {name}: {what}{one_line(error)}") from error
+        raise KVCompressError(f"{name}: {what}{one_line(error)}") from error
     return sorted(set(_METHODS) - before)
 
 

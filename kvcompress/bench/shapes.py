@@ -39,7 +39,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 def source(model: str | None, shape: str | None) -> dict[str, Any]:
     """Return the source for `standalone.load`, from either a hub id or path, or a shape. Raises KVCompressError."""
     if (model is None) == (shape is None):
-        raise KVCompressError(f"give either a model or --shape, not {model!r} and {shape!r}")
+        given = "" if model is None else f", not {model!r} and {shape!r}"
+        raise KVCompressError(f"give either a model or --shape{given}")
     if shape is None:
         return {"pretrained": model}
     if shape not in SHAPES:

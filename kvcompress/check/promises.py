@@ -292,6 +292,9 @@ def _noted(cls: type[KVCluster], rows: int) -> Iterator[list[list[Event]]]:
         hidden = ~view.real_columns(scores).expand(-1, scores.shape[1], -1)
         for row, of_row in enumerate(scores.masked_fill(hidden, torch.nan)):
             if view.budgets[row] < view.lengths[row]:  # otherwise only another row of the batch has to choose
+                if bool((nan := scores[row].isnan() & ~hidden[row]).any()):
+                    head, column = nan.nonzero()[0].tolist()
+                    raise Broken(f"row {row}, layer {view.place}, KV head {head}: column {column} scores NaN")
                 is_own = ~hidden[row].all(0)
                 events[row].append(Event(view.place, view.is_decoding, of_row[:, is_own], chosen[row][:, is_own]))
         return kept

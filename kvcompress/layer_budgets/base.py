@@ -1,6 +1,7 @@
 """`LayerBudget`, the base class of rules that share out a budget over layers, and the registry of rules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from numbers import Integral
 from typing import ClassVar, TypeVar
 
 import torch
@@ -51,17 +52,34 @@ class LayerBudget:
         return measured.tolist()
 
     def budgets(self, view: LayerView, measured: torch.Tensor | None = None) -> list[list[int]]:
-        """Return the entries per KV head, [layer][row]. `measured` is (num_layers, batch, ...), on the CPU."""
-        rows, asked = [], view.settings
+        """Return the entries per KV head, [layer][row]. `measured` is (num_layers, batch, ...), on the CPU.
+
+        Raises KVCompressError if `fixed` returns anything but a whole number per layer, with the sum asked for."""
+        rows = []
         for row, (budget, length) in enumerate(zip(view.budgets, view.lengths, strict=True)):
             if not budget:  # nothing in this row can be evicted
                 rows.append([0] * view.num_layers)
             elif measured is None:
-                rows.append(self.fixed(budget, length, view.num_layers, asked.query_window, asked.pyramid_beta))
+                rows.append(self._fixed(budget, length, view))
             else:
                 weights = self.weights(measured[:, row], budget, length)
                 rows.append(allocate(weights, budget * view.num_layers, most=length))
         return [list(layer) for layer in zip(*rows, strict=True)]
+
+    def _fixed(self, budget: int, length: int, view: LayerView) -> list[int]:
+        layers, total = view.num_layers, budget * view.num_layers
+        found = self.fixed(budget, length, layers, view.settings.query_window, view.settings.pyramid_beta)
+        entries = list(found) if isinstance(found, Iterable) else []
+        if (
+            len(entries) != layers
+            or not all(isinstance(each, Integral) and 0 <= each <= length for each in entries)
+            or (self.is_exact and sum(entries) != total)
+        ):
+            raise KVCompressError(
+                f"{type(self).__name__}.fixed returned {found}: it must be {layers} whole numbers from 0 to {length}, "
+                f"the row's length, with the sum {total}"
+            )
+        return entries
 
 
 _RULES: dict[str, LayerBudget] = {}

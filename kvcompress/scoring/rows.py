@@ -32,7 +32,8 @@ def scores_of(
 
     While decoding, KV heads of a row may hold different numbers of entries. Then, for each such number, all heads are
     passed with their last entries, and only the scores of the heads with that number are used, since a head's score
-    does not depend on others. Raises KVCompressError if it does (`mixes_heads`), and for a result of another shape.
+    does not depend on others. Raises KVCompressError if it does (`mixes_heads`), and for a result that is no tensor or
+    has another shape.
     """
     if view.padding is None or getattr(score, "handles_padding", False):
         return _checked(score(queries, keys, values, view), keys, view)
@@ -56,7 +57,7 @@ def scores_of(
             asking = queries[rows][:, :, mute if view.is_decoding else first :]
         part = (asking, keys[rows][:, :, first:], values[rows][:, :, first:])
         found = _checked(score(*part, view.rows(rows, first, keys.shape[2])), part[1], view)
-        scores[rows, :, first:] = torch.where(wanted[rows][..., None], found.float(), scores[rows, :, first:])
+        scores[rows, :, first:] = torch.where(wanted[rows][..., None], found, scores[rows, :, first:])
     return scores
 
 
@@ -67,10 +68,15 @@ def _unheard(queries: torch.Tensor | None, rows: int) -> list[int]:
     return pads.sum(-1).tolist()
 
 
-def _checked(scores: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
-    if scores.shape != keys.shape[:3]:
+def _checked(scores: object, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
+    return checked_scores(scores, view.settings.cluster, keys.shape[:3], "(batch, kv_heads, keys)")
+
+
+def checked_scores(scores: object, method: object, shape: torch.Size, axes: str) -> torch.Tensor:
+    """Return in fp32 what the `score` of a method returned. Raises KVCompressError if it is no tensor of this shape."""
+    returned = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+    if returned != shape:
         raise KVCompressError(
-            f"{type(view.settings.cluster).__name__}.score returned {tuple(scores.shape)} for keys "
-            f"{tuple(keys.shape)}: it must be (batch, kv_heads, keys), {tuple(keys.shape[:3])}"
+            f"{type(method).__name__}.score returned {returned}: it must be a tensor {axes}, {tuple(shape)}"
         )
-    return scores
+    return scores.float()

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from PIL import Image
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 from transformers import BatchFeature, PreTrainedModel
 
@@ -19,6 +19,12 @@ from ..errors import shown
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        """A field that is null is one that is not given, also where it is none of ours."""
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 class TextPart(_Strict):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from ..errors import KVCompressError
 from ..methods import Method
 from ..scoring.budget import allocate
+from ..scoring.rows import checked_scores
 from ..scoring.selection import top_indices
 from ..scoring.windows import pad_columns, window_attention
 
@@ -201,8 +202,10 @@ class TokenMethod(Method, ABC):
             bool (batch, tokens), True at the vision tokens that stay: `tokens.budgets[row]` in each row, or another
             number if the method `sets_budgets` or shares out its budget over layers as it goes; and the hidden states
             (batch, tokens, hidden_size), changed where tokens were merged into those that stay.
+
+        Raises KVCompressError for scores of another shape.
         """
-        return tokens.best(scores), tokens.hidden
+        return tokens.best(checked_scores(scores, self, tokens.vision.shape, "(batch, tokens)")), tokens.hidden
 
 
 def received_attention(queries: torch.Tensor, keys: torch.Tensor, has_class: bool) -> torch.Tensor:

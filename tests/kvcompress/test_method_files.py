@@ -56,6 +56,8 @@ def test_a_file_without_a_method_cannot_be_checked(write, tmp_path):
     write(mine=RULE)
     with pytest.raises(KVCompressError, match="layer budgets only"):
         check_main([str(tmp_path / "mine.py")])
+    with pytest.raises(KVCompressError, match=r"^there is no Python file other\.py"):  # the variable does not name it
+        check_main(["other.py"])
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,10 @@ def test_a_file_without_a_method_cannot_be_checked(write, tmp_path):
         ("x = (", "SyntaxError"),
         ("x = 1", "it registers no method and no layer budget"),
         (DEFINITION.replace("value-norm", "snapkv"), "'snapkv' is already registered"),
+        *(
+            (DEFINITION.replace("value-norm", name), f"cannot be method '{name}': a name has no slash and no comma")
+            for name in ("", "value/norm", "value,norm")
+        ),
     ],
 )
 def test_a_file_that_is_wrong_is_one_line_each_time(write, text, said):

@@ -79,6 +79,7 @@ function choices() {
 function drawChoice() {
   const all = choices();
   $("choice").hidden = !all.length && board.best.length < 2;
+  $("no-choice").hidden = all.length > 0;
   $("choices").replaceChildren(...all.map((each) => {
     const about = [each.regime, each.cells[0].model, each.protocol.ratio_of === "vision" ? "vision tokens dropped" : ""].filter(Boolean).join(", ");
     const button = make("button", { type: "button" }, make("small", { textContent: about }), make("span", { className: each.choice.is_enough ? "" : "none", textContent: each.choice.text }));

@@ -406,7 +406,7 @@ def test_when_the_time_is_over_no_further_cell_is_begun(tmp_path, monkeypatch, c
             "there is no shape 'qwen2-8b' (did you mean 'qwen2-7b'?); valid: llama-3-8b",
         ),
         (["--shape", "tiny", "some/model"], "give either a model or --shape, not 'some/model' and 'tiny'"),
-        ([], "give either a model or --shape, not None and None"),
+        ([], "error: give either a model or --shape\n"),
         (["--shape", "tiny", "--methods", "snapvk"], "there is no method 'snapvk' (did you mean 'snapkv'?); valid: "),
         (["--shape", "tiny", "--methods", "snapkv:windows=4"], "method 'snapkv' has no option 'windows'"),
         (["--shape", "tiny", "--methods", "snapkv:4"], "in 'snapkv:4', '4' is not NAME=VALUE"),

@@ -92,6 +92,12 @@ class ByTheBatch(Norms):
 
 
 @dataclass(frozen=True)
+class ZeroOverZero(Norms):
+    def score(self, queries, keys, values, view):
+        return super().score(queries, keys, values, view) * torch.nan
+
+
+@dataclass(frozen=True)
 class Divides(Norms):
     def score(self, queries, keys, values, view):
         return 1 / 0
@@ -112,6 +118,7 @@ WRONG = [
     (FirstOfTheBatch, BATCH, "row 0, layer 0 has the same scores, but its choice sums to .* in the batch, .* alone"),
     (AddsToValues, MASKED, "logits compressed differ from those masked by up to"),
     (ByTheBatch, DECODING, "while decoding: entry .* in the batch, .* alone"),
+    (ZeroOverZero, BATCH, "row 0, layer 0, KV head 0: column 0 scores NaN"),
     (ByTheBatch, RAGGED, "head_budget=adaptive"),
     (Divides, "each row keeps its budget", r"ZeroDivisionError: division by zero \(test_check.py, line \d+\)"),
 ]

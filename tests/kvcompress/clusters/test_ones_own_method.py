@@ -149,12 +149,33 @@ def test_a_score_that_mixes_such_heads_is_refused_unless_it_knows_pads():
         scores_of(Mixing().score, None, keys, keys, view)
 
 
-def test_scores_of_another_shape_are_one_line():
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda scores: scores.mean(1), r"\(2, 9\)"),
+        (lambda scores: None, "NoneType"),
+        (lambda scores: scores.numpy(), "ndarray"),
+    ],
+)
+def test_scores_of_another_shape_or_kind_are_one_line(given, said):
     class Wrong(Own):
         def score(self, queries, keys, values, view):
-            return keys.norm(dim=-1).mean(1)
+            return given(keys.norm(dim=-1))
 
     keys = torch.randn(2, 2, 9, 4)
     view = view_of_two(None, settings=Settings(cluster=Wrong()))
-    with pytest.raises(KVCompressError, match=r"Wrong.score returned \(2, 9\) for keys \(2, 2, 9, 4\): it must be"):
+    with pytest.raises(KVCompressError, match=rf"^Wrong.score returned {said}: it must be a tensor .* \(2, 2, 9\)$"):
         scores_of(Wrong().score, None, keys, keys, view)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("padding", [None, torch.tensor([[0], [3]])])
+def test_scores_of_any_dtype_are_read_as_fp32(dtype, padding):
+    class Other(Own):
+        def score(self, queries, keys, values, view):
+            return (2 * keys.norm(dim=-1)).to(dtype)
+
+    keys = torch.randn(2, 2, 9, 4)
+    scores = scores_of(Other().score, None, keys, keys, view_of_two(padding, settings=Settings(cluster=Other())))
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores[0], (2 * keys.norm(dim=-1))[0].to(dtype).float())

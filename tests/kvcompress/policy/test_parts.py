@@ -109,6 +109,18 @@ def test_a_rule_of_ones_own_is_a_layer_budget_everywhere(monkeypatch):
         register_layer_budget("test-last-layer")(LayerBudget)
 
 
+@pytest.mark.parametrize("wrong", [None, [3], [3.0, 3.0], [7, -1], [10, -4], [3, 4], [1, 1]])
+def test_a_rule_that_shares_out_something_else_is_one_line(wrong):
+    class Wrong(LayerBudget):
+        def fixed(self, budget, length, num_layers, window, beta):
+            return wrong
+
+    with pytest.raises(
+        kvcompress.KVCompressError, match=r"^Wrong.fixed returned .* 2 whole numbers from 0 to 9, .* 6$"
+    ):
+        Wrong().budgets(LayerView(0, 2, [9], [3], 1.0))
+
+
 @pytest.mark.parametrize("vision", [None, torch.zeros(1, 9, dtype=torch.bool)], ids=["unknown", "none"])
 def test_without_vision_tokens_no_layer_has_a_cross_modal_entropy(vision):
     queries, keys = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8)

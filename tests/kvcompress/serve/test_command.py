@@ -1,5 +1,6 @@
 """The command: what is wrong is one line before anything is loaded; what is right is served."""
 
+import asyncio
 import os
 import re
 import signal
@@ -63,6 +64,21 @@ def test_only_the_loopback_is_bound_unless_asked():
         assert place.getsockname()[0] == "127.0.0.1"
         with socket.socket() as client:  # nothing listens before the model is there
             assert client.connect_ex(place.getsockname()) != 0
+
+
+def test_an_answer_is_sent_at_once():
+    async def delays(place) -> bool:
+        """Return whether a connection waits for more to send (Nagle's algorithm)."""
+        accepted = asyncio.get_running_loop().create_future()
+        async with await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=place):
+            _, client = await asyncio.open_connection(*place.getsockname())
+            writer = await accepted
+            delays = not writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            writer.close()
+            client.close()
+            return delays
+
+    assert not asyncio.run(delays(command.listening("127.0.0.1", 0)))
 
 
 @pytest.mark.slow

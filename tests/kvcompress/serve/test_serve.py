@@ -189,6 +189,12 @@ def test_openais_client_streams_the_same_text(server, client):
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (length, len(tokens))
 
 
+def test_a_field_that_is_null_is_not_given(client):
+    nulls = dict.fromkeys(["tools", "logit_bias", "top_logprobs", "temperature", "return_token_ids"])
+    given = client.post(CHAT, json=body([{**HELLO[0], "name": None}], **nulls))
+    assert given.json()["choices"] == client.post(CHAT, json=body()).json()["choices"]
+
+
 def test_an_answer_ends_at_its_length(client):
     cut = client.post(CHAT, json=body(question(0)[0], max_completion_tokens=1)).json()
     assert (cut["choices"][0]["finish_reason"], cut["usage"]["completion_tokens"]) == ("length", 1)
@@ -220,7 +226,9 @@ def test_sampling_with_a_seed_is_generates(server, client):
 
 PIXEL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 WRONG = {
+    "model: Field required": {"model": None},
     "messages: Field required": {"messages": None},
+    "messages.0.content: Field required": {"messages": [{"role": "user", "content": None}]},
     "List should have at least 1 item": {"messages": []},
     "messages.0.role: Input should be 'system', 'user' or 'assistant'": {"messages": [{"role": "x", "content": "x"}]},
     "'tools' is not supported": {"tools": []},

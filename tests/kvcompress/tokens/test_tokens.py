@@ -329,6 +329,14 @@ def test_the_last_token_stays_also_where_it_is_a_vision_token():
     assert int(vision_of(inputs)[0, kept_columns(session.cache)[3][0][:-1]].sum()) == 1
 
 
+@pytest.mark.parametrize("given", [lambda vision: None, lambda vision: vision[:, 1:], lambda vision: vision[..., None]])
+def test_scores_of_another_shape_or_kind_are_one_line(given):
+    method, vision = kvcompress.list_methods()["fastv"].cls(), torch.ones(2, 9, dtype=torch.bool)
+    tokens = Tokens(vision, None, [3, 3], vision[..., None].float())
+    with pytest.raises(kvcompress.KVCompressError, match=r"^FastV.score returned .*: it must be a tensor .* \(2, 9\)$"):
+        method.choose(given(vision), tokens)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

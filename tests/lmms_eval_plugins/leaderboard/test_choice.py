@@ -95,7 +95,7 @@ def test_a_submission_of_tables_alone_is_a_page(tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / FILE).write_text(Tables(tables=[table()]).model_dump_json())
     assert main([str(tmp_path / "mine"), "--out", str(tmp_path / "a.html")]) == 0
-    assert "4 rows in 1 tables" in capsys.readouterr().out
+    assert "(4 rows in 1 table, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

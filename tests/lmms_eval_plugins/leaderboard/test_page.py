@@ -76,6 +76,15 @@ def test_cells_without_a_score_are_no_page(tmp_path, capsys):
     assert capsys.readouterr().err == "error: no cell has a score (were they run with --predict_only?)\n"
 
 
+def test_the_page_says_why_no_method_is_chosen(browser, tmp_path):
+    for method in ("full", "snapkv", "knorm"):
+        write_answers(tmp_path, "letters", method, 1.0 if method == "full" else 0.5, "abcd", protocol=SCOPE)
+    assert main([str(tmp_path), "--out", str(tmp_path / "a.html")]) == 0
+    page, _, _ = opened(browser, tmp_path / "a.html")
+    assert page.locator("#choices button").count() == 0
+    assert page.inner_text("#no-choice").startswith("None is chosen here")
+
+
 TOO_WIDE = "(box => box.scrollWidth - box.clientWidth)(document.querySelector('.scroll'))"  # pixels of the table
 
 
@@ -89,6 +98,7 @@ def test_the_page_works_in_a_browser(browser, page_file, data, width, scheme):
 
     # First, which method: a line leads to its table.
     lines = page.locator("#choices button")
+    assert not page.is_visible("#no-choice")
     assert lines.count() == len(
         {(each["regime"], each["protocol"]["ratio_of"]) for each in data["boards"] if each["choice"]}
     )
