@@ -7,7 +7,9 @@ from transformers import DynamicCache
 import kvcompress
 from kvcompress.check.reference import generate
 from kvcompress.tokens import Tokens
-from tests.kvcompress.tokens.test_tokens import (
+from tests.support.examples import paired
+from tests.support.families import FAMILIES, VLM_FAMILIES
+from tests.support.token_methods import (
     LENGTHS,
     NEW,
     TOLERANCE,
@@ -18,8 +20,6 @@ from tests.kvcompress.tokens.test_tokens import (
     kept_columns,
     vision_of,
 )
-from tests.support.examples import paired
-from tests.support.families import FAMILIES, VLM_FAMILIES
 
 
 def stays(norms: torch.Tensor, states: torch.Tensor, images: list[int], text: list[int], count: int) -> list[int]:

@@ -10,7 +10,9 @@ from kvcompress.check.reference import generate
 from kvcompress.tokens import Tokens
 from kvcompress.tokens.cdpruner import most_diverse
 from kvcompress.tokens.divprune import farthest_first
-from tests.kvcompress.tokens.test_tokens import (
+from tests.support.examples import paired
+from tests.support.families import VLM_FAMILIES
+from tests.support.token_methods import (
     LENGTHS,
     NEW,
     TOLERANCE,
@@ -21,8 +23,6 @@ from tests.kvcompress.tokens.test_tokens import (
     kept_columns,
     vision_of,
 )
-from tests.support.examples import paired
-from tests.support.families import VLM_FAMILIES
 
 
 def farthest(embeddings: torch.Tensor, count: int) -> list[int]:

@@ -6,7 +6,9 @@ import torch
 import kvcompress
 from kvcompress.check.reference import generate
 from kvcompress.policy.make import make_policy
-from tests.kvcompress.tokens.test_tokens import (
+from tests.support.examples import paired
+from tests.support.families import FAMILIES, VLM_FAMILIES
+from tests.support.token_methods import (
     LENGTHS,
     NEW,
     TOLERANCE,
@@ -16,8 +18,6 @@ from tests.kvcompress.tokens.test_tokens import (
     kept_columns,
     vision_of,
 )
-from tests.support.examples import paired
-from tests.support.families import FAMILIES, VLM_FAMILIES
 
 METHOD = kvcompress.list_methods()["pyramiddrop"].cls
 

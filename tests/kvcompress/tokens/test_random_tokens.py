@@ -6,8 +6,8 @@ import torch
 import kvcompress
 from kvcompress.check.reference import generate
 from kvcompress.tokens import Tokens
-from tests.kvcompress.tokens.test_tokens import LENGTHS, NEW, TOLERANCE, batch, hidden_from, kept_columns, vision_of
 from tests.support.families import FAMILIES, VLM_FAMILIES
+from tests.support.token_methods import LENGTHS, NEW, TOLERANCE, batch, hidden_from, kept_columns, vision_of
 
 
 def chosen(seed: int, row_seeds: tuple[int, ...], budget: int = 5) -> torch.Tensor:

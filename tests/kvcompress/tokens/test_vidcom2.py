@@ -8,7 +8,8 @@ import torch
 import kvcompress
 from kvcompress.check.reference import generate
 from kvcompress.tokens.vidcom2 import kept_of_frames
-from tests.kvcompress.tokens.test_tokens import (
+from tests.support.examples import paired
+from tests.support.token_methods import (
     NEW,
     TOLERANCE,
     VIDEO_FAMILIES,
@@ -17,7 +18,6 @@ from tests.kvcompress.tokens.test_tokens import (
     of_video,
     video_batch,
 )
-from tests.support.examples import paired
 
 
 def kernels(state: torch.Tensor, mean: torch.Tensor) -> float:

@@ -12,7 +12,8 @@ from transformers import AutoModelForImageTextToText, LlavaOnevisionConfig
 import kvcompress
 from kvcompress.check.reference import generate
 from kvcompress.tokens.holitom import shares, windows
-from tests.kvcompress.tokens.test_tokens import (
+from tests.support.examples import paired
+from tests.support.token_methods import (
     NEW,
     TOLERANCE,
     batch,
@@ -22,7 +23,6 @@ from tests.kvcompress.tokens.test_tokens import (
     kept_columns,
     video_batch,
 )
-from tests.support.examples import paired
 
 FRAMES, SIDE = 6, 6  # patches per side, of which 2 x 2 become a token
 PER_FRAME = (SIDE // 2) ** 2

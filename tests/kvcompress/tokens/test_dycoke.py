@@ -1,0 +1,146 @@
+"""DyCoke: what later frames do not repeat, and what a decode step looks at."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+import kvcompress
+from kvcompress.check.reference import generate
+from tests.support.examples import paired
+from tests.support.token_methods import (
+    TOLERANCE,
+    VIDEO_FAMILIES,
+    batch,
+    budget,
+    kept_columns,
+    of_video,
+    video_batch,
+)
+
+
+@pytest.mark.parametrize(("family", "ratio"), paired(list(VIDEO_FAMILIES), [0.5, 0.7, 1.0]))
+def test_dycoke_keeps_every_fourth_frame_and_what_is_new_in_the_others(family, ratio):
+    kept, states, of_frames = of_video("dycoke", family, ratio, decode_drop=0.0)
+    for row, columns in enumerate(of_frames if ratio < 1 else []):
+        newline = int(family == "llava-onevision")
+        n = budget(ratio, sum(map(len, columns)) + newline)
+        # The third frame of the last four, or fewer, stays whole, as in the released code.
+        whole = [f for f in range(len(columns)) if f % 4 == 0 or (f % 4 == 2 and f + 2 > len(columns) - 1)]
+        later = [f for f in range(len(columns)) if f not in whole]
+        share, more = divmod(n - newline - sum(len(columns[f]) for f in whole), len(later))
+        stays = [c for f in whole for c in columns[f]]
+        for number, f in enumerate(later):
+            then = columns[f - 2] if f % 4 == 2 else columns[f - 1]
+            likeness = torch.cosine_similarity(states[row, columns[f]].double(), states[row, then].double())
+            new = likeness.argsort()[: share + (number < more)].tolist()
+            stays += [columns[f][i] for i in new]
+        shown = {c for frame in columns for c in frame}
+        assert [c for c in kept[row] if c in shown] == sorted(stays)
+
+
+@contextmanager
+def hiding_while_decoding(model: torch.nn.Module, first: int, drop: float, vision: torch.Tensor) -> Iterator[list[int]]:
+    """Plain attention in which at decode steps the layers from `first` on see the best of the vision tokens (batch,
+    columns) only, by the layer before; all of them where that one attends as at the step before. Yields how many rows
+    were shown all at each step."""
+    before, hidden, whole = None, None, []
+
+    def attention(module, query, key, value, attention_mask, scaling, **kwargs):
+        nonlocal before, hidden
+        groups, columns, is_step = query.shape[1] // key.shape[1], key.shape[2], query.shape[2] == 1
+        logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
+        if attention_mask is None:
+            visible = torch.ones(query.shape[2], columns, dtype=torch.bool).tril(columns - query.shape[2])
+        else:
+            itself = torch.eye(query.shape[2], columns, dtype=torch.bool)  # pads: no NaN
+            visible = attention_mask | itself if query.shape[2] > 1 else attention_mask
+        if is_step and module.layer_idx >= first:
+            visible = visible.expand(len(query), 1, 1, columns) & ~hidden[:, None, None]
+        weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)
+        if is_step and module.layer_idx == first - 1:
+            now = weights.mean(1)[:, 0].double()
+            hidden = torch.zeros(len(query), columns, dtype=torch.bool)
+            for row, shown in enumerate(vision):
+                places = shown.nonzero()[:, 0]
+                alike = 0.0 if before is None else torch.cosine_similarity(now[row, places], before[row, places], dim=0)
+                if alike < 0.9:
+                    best = now[row, places].topk(int(len(places) * (1 - drop))).indices.tolist()
+                    hidden[row, [c for i, c in enumerate(places.tolist()) if i not in best]] = True
+            before = now
+            whole.append(int((~hidden.any(1)).sum()))
+        return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
+
+    config = model.config.get_text_config(decoder=True)
+    before_entering = config._attn_implementation
+    AttentionInterface.register("hiding_while_decoding", attention)
+    AttentionMaskInterface.register("hiding_while_decoding", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    config._attn_implementation = "hiding_while_decoding"
+    try:
+        yield whole
+    finally:
+        config._attn_implementation = before_entering
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cache_implementation": "static", "max_new_tokens": 6}, {"cache_implementation": "offloaded"}],
+    ids=["dynamic", "static", "offloaded"],
+)
+@pytest.mark.parametrize("sharpness", [0.05, 1.0], ids=["alike", "changing"])
+def test_dycoke_hides_from_the_later_layers_what_a_step_s_token_does_not_look_at(options, sharpness, monkeypatch):
+    model, inputs, _ = video_batch("qwen2-vl", [7, 5])
+    queries = model.get_decoder().layers[1].self_attn.q_proj
+    plain = queries.forward
+    monkeypatch.setattr(queries, "forward", lambda states: sharpness * plain(states))
+    with kvcompress.compress(model, "dycoke", 1.0, layer=2, decode_drop=0.6, **options) as session:
+        tokens, logits = generate(model, inputs, 6)
+    assert session.cache.realised_ratios() == [[1.0, 1.0]] * 4
+    vision = inputs["mm_token_type_ids"].bool()
+    with hiding_while_decoding(model, 2, 0.6, vision) as whole:
+        _, expected = generate(model, inputs, 6, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    assert whole[0] == 0  # there is no step before it
+    assert (min(whole[1:]) == 2) if sharpness < 1 else (sum(whole) < 3)
+
+
+def test_dycoke_decodes_rows_of_different_length_as_each_alone_and_reuses_a_prompt():
+    model, inputs, _ = video_batch("qwen2-vl", [7, 5])
+    with kvcompress.compress(model, "dycoke", 0.6, layer=2) as session:
+        tokens, logits = generate(model, inputs, 5)
+    solo_model, solo, _ = video_batch("qwen2-vl", [7])
+    with kvcompress.compress(solo_model, "dycoke", 0.6, layer=2) as session:
+        _, alone = generate(solo_model, solo, 5, forced=tokens[:1])
+        first = [layer.memory.attended is not None for layer in session.cache.compressed_layers]
+    assert first == [False, True, False, False]
+    torch.testing.assert_close(logits[0], alone[0], atol=TOLERANCE, rtol=0)
+
+
+def test_dycoke_s_layer_must_be_in_the_model():
+    model, inputs, _ = video_batch("qwen2-vl", [4])
+    error = kvcompress.KVCompressError
+    with kvcompress.compress(model, "dycoke", 0.5, layer=4), pytest.raises(error, match=r"layer=4 is not below .* 4 "):
+        generate(model, inputs, 1)
+
+
+def test_dycoke_cannot_keep_less_than_every_fourth_frame_and_says_so():
+    model, inputs, _ = video_batch("qwen2-vl", [4])
+    for variant, least in (("code", 0.5), ("paper", 0.25)):
+        with kvcompress.compress(model, "dycoke", least, variant=variant) as session:
+            generate(model, inputs, 1)
+        assert len(kept_columns(session.cache)[0][0]) == inputs["input_ids"].shape[1] - 48 * (1 - least)
+    error = kvcompress.KVCompressError
+    with (
+        kvcompress.compress(model, "dycoke", 0.2),
+        pytest.raises(error, match="cannot keep 10 of its 48 vision tokens"),
+    ):
+        generate(model, inputs, 1)
+    model, inputs = batch("qwen2-vl", [40], [1])
+    with kvcompress.compress(model, "dycoke", 0.5), pytest.raises(error, match="cannot keep 6 of its 12 vision tokens"):
+        generate(model, inputs, 1)

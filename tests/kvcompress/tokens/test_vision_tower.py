@@ -1,0 +1,290 @@
+"""Methods that choose by the vision tower's attention: VisionZip, VisPruner, PruMerge+."""
+
+import math
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForImageTextToText,
+    LlavaConfig,
+    LlavaNextConfig,
+)
+
+import kvcompress
+from kvcompress.check.reference import generate
+from tests.support.token_methods import (
+    LENGTHS,
+    NEW,
+    TOLERANCE,
+    batch,
+    budget,
+    entering,
+    hidden_from,
+    kept_columns,
+    run,
+    video_batch,
+    vision_of,
+)
+
+
+def test_the_tower_s_layers_are_those_of_the_released_code():
+    methods = kvcompress.list_methods()
+    layers = {name: info.options["tower_layer"] for name, info in methods.items() if "tower_layer" in info.options}
+    assert layers == {"visionzip": -2, "prumerge+": -1, "vispruner": -2, "fastvid": -1, "holitom": -1}
+
+
+def patches_of(images: int) -> list[tuple[int, int] | None]:
+    """(tile, patch) of each token of an image of the tiny LLaVA-OneVision, in a row of so many; None for a newline."""
+    base = [(0, patch) for patch in range(4)]
+    if images > 1:
+        return [*base, None]
+    lines = [[(tile, 2 * line + patch) for tile in (1, 2) for patch in (0, 1)] for line in (0, 1)]
+    return [*base, *lines[0], None, *lines[1], None]
+
+
+def tower_reference(model: torch.nn.Module, inputs: dict, layer: int, whole: bool = False) -> tuple[torch.Tensor, ...]:
+    """In float64: the attention that each column's patch receives (-inf without patch), in the mean over heads or with
+    one softmax over `whole` states; its keys; and its features as the tower gives them."""
+    tower, ids = model.model.vision_tower, inputs["input_ids"]
+    received = torch.full(ids.shape, -math.inf, dtype=torch.float64)
+    keys = torch.zeros(*ids.shape, 2, 16, dtype=torch.float64)
+    features = torch.zeros(*ids.shape, 32, dtype=torch.float64)
+    image = 0
+    for row, images in enumerate(inputs["batch_num_images"].tolist()):
+        columns = (ids[row] == 1).nonzero()[:, 0].split(len(patches_of(images)))
+        for place in columns if images else []:
+            output = tower(inputs["pixel_values"][image], output_hidden_states=True)
+            encoder = [module for module in tower.modules() if hasattr(module, "self_attn")][layer]
+            states = encoder.layer_norm1(output.hidden_states[:-1][layer])
+            attention = encoder.self_attn
+            queries, of_tiles = (
+                project(states).double().unflatten(-1, (2, 16)) for project in (attention.q_proj, attention.k_proj)
+            )
+            if whole:
+                weights = (queries.flatten(2) @ of_tiles.flatten(2).mT * 32**-0.5).softmax(-1).mean(1)
+            else:
+                products = torch.einsum("tqhd,tkhd->thqk", queries, of_tiles) / 4
+                weights = products.softmax(-1).mean((1, 2))  # (tiles, patches)
+            for column, patch in zip(place.tolist(), patches_of(images), strict=True):
+                if patch is not None:
+                    received[row, column], keys[row, column] = weights[patch], of_tiles[patch]
+                    features[row, column] = output.hidden_states[model.config.vision_feature_layer][patch]
+            image += 1
+    return received, keys, features
+
+
+def projected(model: torch.nn.Module, features: torch.Tensor) -> torch.Tensor:
+    return model.model.multi_modal_projector(features.float()).double()
+
+
+UNMERGED = {"neighbours": 0, "extra_token": False}
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), [("visionzip", {"contextual": 0.0}), ("prumerge+", UNMERGED), ("vispruner", {})]
+)
+@pytest.mark.parametrize("ratio", [0.1, 0.5])
+def test_without_merging_they_equal_the_full_model_in_which_dropped_tokens_are_hidden(method, options, ratio):
+    model, inputs = batch("llava-onevision")
+    with kvcompress.compress(model, method, ratio, **options) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    with hidden_from(model, kept):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    vision = vision_of(inputs)
+    for row, columns in enumerate(kept[0]):
+        assert sum(vision[row, c].item() for c in columns if c < 61) == budget(ratio, int(vision[row].sum()))
+
+
+@pytest.mark.parametrize("layer", [-1, -2])
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.9])
+def test_visionzip_keeps_dominant_tokens_and_merges_the_others_into_contextual_ones(ratio, layer):
+    share = 0.4
+    model, inputs, kept, embeddings, reached = run("visionzip", ratio, contextual=share, tower_layer=layer)
+    received, keys, features = tower_reference(model, inputs, layer)
+    vision, real = vision_of(inputs), inputs["attention_mask"].bool()
+    for row in range(len(LENGTHS)):
+        columns, patches = vision[row].nonzero()[:, 0], (received[row] > -math.inf).nonzero()[:, 0]
+        expected, n = embeddings[row].double(), budget(ratio, len(columns))
+        contextual = math.floor(share * n + 0.5) if n < len(patches) else 0
+        # Among equals, as newlines are, the later one stays.
+        order = sorted(columns.tolist(), key=lambda c, row=row: (received[row, c], c), reverse=True)
+        dominant = order[: n - contextual]
+        rest = [c for c in patches.tolist() if c not in dominant]
+        targets = [rest[i * (len(rest) // contextual)] for i in range(contextual)]
+        mean_keys = keys[row].mean(1)
+        assigned = {target: [] for target in targets}
+        for other in set(rest) - set(targets) if targets else []:
+            similarity = [torch.cosine_similarity(mean_keys[other], mean_keys[t], dim=0) for t in targets]
+            assigned[targets[similarity.index(max(similarity))]].append(other)
+        stays = sorted([*dominant, *targets, *(real[row] & ~vision[row]).nonzero()[:, 0].tolist()])
+        assert kept[row] == stays
+        expected = expected.clone()
+        for target, others in assigned.items():
+            merged = features[row, others].mean(0) if others else 0.0
+            expected[target] = projected(model, features[row, target] + merged)
+        torch.testing.assert_close(reached[row, -len(stays) :].double(), expected[stays], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("important", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.9])
+def test_vispruner_keeps_what_the_tower_looks_at_and_what_has_no_duplicate(ratio, important):
+    model, inputs, kept, embeddings, reached = run("vispruner", ratio, important=important)
+    received, _, features = tower_reference(model, inputs, -2)
+    real = inputs["attention_mask"].bool()
+    for row, vision in enumerate(vision_of(inputs)):
+        columns, patches = vision.nonzero()[:, 0].tolist(), (received[row] > -math.inf).nonzero()[:, 0].tolist()
+        n = budget(ratio, len(columns))
+        order = sorted(patches, key=lambda c, row=row: received[row, c], reverse=True)
+        first = int(n * important)
+        stays, rest = set(order[:first]), order[first:]
+        while first < n < first + len(rest):
+            some, others = rest[::2], rest[1::2]
+            likeness = {c: torch.cosine_similarity(features[row, [c]], features[row, others]).max() for c in some}
+            some = sorted(some, key=likeness.get, reverse=True)[min(8, first + len(rest) - n) :]
+            rest = [*some, *others]
+        if first < n:
+            stays |= set(rest)
+        newlines = [c for c in columns if c not in patches]
+        stays |= set(newlines[len(newlines) - max(n - len(patches), 0) :])
+        everything = sorted([*stays, *(real[row] & ~vision).nonzero()[:, 0].tolist()])
+        assert kept[row] == everything
+        assert torch.equal(reached[row, -len(everything) :], embeddings[row, everything])
+
+
+@pytest.mark.parametrize("variant", ["code", "heads"])
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.9])
+def test_prumerge_keeps_outliers_and_an_even_sample_and_adds_their_neighbours(ratio, variant):
+    model, inputs, kept, embeddings, reached = run("prumerge+", ratio, neighbours=3, variant=variant)
+    received, keys, features = tower_reference(model, inputs, -1, whole=variant == "code")
+    vision, real = vision_of(inputs), inputs["attention_mask"].bool()
+    outliers_seen = 0
+    for row in range(len(LENGTHS)):
+        columns, patches = vision[row].nonzero()[:, 0], (received[row] > -math.inf).nonzero()[:, 0].tolist()
+        n, extra = budget(ratio, len(columns)), False
+        if n < len(patches):
+            extra = n > 1
+            n -= extra
+            weights = received[row, patches]
+            low, high = weights.quantile(0.25), weights.quantile(0.75)
+            outliers = [c for c in patches if received[row, c] > high + 1.5 * (high - low)]
+            outliers = sorted(outliers, key=lambda c, row=row: received[row, c], reverse=True)[:n]
+            others, wanted = [c for c in patches if c not in outliers], n - len(outliers)
+            for step in range(len(patches) // max(wanted, 1), 0, -1):
+                even = [c for c in patches[: len(patches) - 1 : step] if c not in outliers]
+                if len(even) >= wanted:
+                    others = even
+                    break
+            chosen = [*outliers, *(others[i * len(others) // wanted] for i in range(wanted))]
+            outliers_seen += len(outliers)
+        else:
+            newlines = [c for c in columns.tolist() if c not in patches]
+            chosen = [*patches, *newlines[len(newlines) - (n - len(patches)) :]]
+        expected = embeddings[row].double().clone()
+        flat = keys[row].flatten(1)
+        for column in set(chosen) & set(patches):
+            others = [c for c in patches if c != column]
+            nearest = torch.cosine_similarity(flat[column][None], flat[others]).topk(3).indices.tolist()
+            near = [others[i] for i in nearest]
+            weighted = (received[row, near, None] * features[row, near]).sum(0)
+            expected[column] = projected(model, features[row, column] + weighted)
+        if extra:
+            dropped = [c for c in patches if c not in chosen]
+            weighted = (received[row, dropped, None] * features[row, dropped]).sum(0)
+            expected[dropped[-1]] = projected(model, weighted)
+            chosen.append(dropped[-1])
+        stays = sorted([*chosen, *(real[row] & ~vision[row]).nonzero()[:, 0].tolist()])
+        assert kept[row] == stays
+        torch.testing.assert_close(reached[row, -len(stays) :].double(), expected[stays], atol=1e-5, rtol=0)
+    assert outliers_seen or ratio == 0.9 or variant == "code"
+
+
+def test_prumerge_may_let_the_outliers_set_the_number_and_pads_the_shorter_row():
+    model, inputs = batch("llava-onevision")
+    with kvcompress.compress(model, "prumerge+", preset="adaptive", neighbours=0, extra_token=False) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    with hidden_from(model, kept):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    received, _, _ = tower_reference(model, inputs, -1, whole=True)
+    for row, vision in enumerate(vision_of(inputs)):
+        patches = (received[row] > -math.inf).nonzero()[:, 0].tolist()
+        weights = received[row, patches]
+        low, high = (weights.quantile(q) if patches else None for q in (0.25, 0.75))
+        outliers = [c for c in patches if received[row, c] > high + 1.5 * (high - low)]
+        step = max(len(patches) // max(len(outliers), 1) // 3, 1)
+        stays = sorted({*outliers, *patches[: max(len(patches) - 1, 0) : step]})
+        assert [c for c in kept[0][row] if c < len(vision) and vision[c]] == stays
+    with kvcompress.compress(model, "prumerge+", budget=2, count="outliers") as session:
+        generate(model, inputs, 1)
+    assert [int(v[k].sum()) for v, k in zip(vision_of(inputs), kept_columns(session.cache)[0], strict=True)][:3] == [
+        2
+    ] * 3
+
+
+def test_the_tower_s_methods_are_for_images():
+    model, inputs, _ = video_batch("llava-onevision", [8])
+    with kvcompress.compress(model, "visionzip", 0.5), pytest.raises(kvcompress.KVCompressError, match="no video"):
+        generate(model, inputs, 1)
+
+
+@pytest.mark.parametrize("method", ["visionzip", "prumerge+", "vispruner"])
+def test_what_the_tower_saw_of_an_earlier_image_is_not_taken_for_the_present_one(method):
+    model, inputs = batch("llava-onevision", [40], [1])
+    without = {name: inputs[name] for name in ("input_ids", "attention_mask")}  # the image's tokens, no pixels
+    with kvcompress.compress(model, method, 0.5):
+        model(**inputs)
+        with pytest.raises(kvcompress.KVCompressError, match="the vision tower encoded images for 0"):
+            model(**without)
+
+
+@pytest.mark.parametrize("next_too", [False, True], ids=["llava", "llava-next"])
+@pytest.mark.parametrize("method", ["visionzip", "prumerge+"])
+def test_a_tower_with_a_class_token_is_asked_through_it(method, next_too):
+    tower = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3}
+    text = {"model_type": "llama", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 32}
+    config = (LlavaNextConfig if next_too else LlavaConfig)(
+        text_config={**text, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0},
+        vision_config={**tower, "num_attention_heads": 2, "image_size": 16, "patch_size": 4},
+        image_token_index=1,
+        vision_feature_layer=-2,
+        **({"image_grid_pinpoints": [[16, 16]]} if next_too else {"image_seq_length": 16}),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
+    patches = 16 + 20 if next_too else 16  # base tile; one tile with a newline after each line
+    ids = torch.tensor([[0] * 3 + [9, *[1] * patches, 10, 11], [20, 21, 22, 9, *[1] * patches, 10, 12]])
+    pixels = torch.randn(2, *((2,) if next_too else ()), 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long(), "pixel_values": pixels}
+    if next_too:
+        inputs["image_sizes"] = torch.tensor([[16, 16]] * 2)
+    model.model.vision_tower.set_attn_implementation("eager")
+    weights = model.model.vision_tower(pixels.flatten(0, -4), output_attentions=True).attentions[-2]
+    model.model.vision_tower.set_attn_implementation("sdpa")
+    received = weights.double().mean(1)[:, 0, 1:]  # (tiles, patches)
+    options = {"contextual": 0.0, "tower_layer": -2} if method == "visionzip" else UNMERGED
+    with entering(model, 0) as states, kvcompress.compress(model, method, 0.25, **options) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    if method == "prumerge+":
+        with hidden_from(model, kept):
+            _, expected = generate(model, inputs, NEW, forced=tokens)
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+        return
+    classes = model.model.vision_tower(pixels.flatten(0, -4), output_hidden_states=True).hidden_states[-2][:, :1]
+    for row in range(2):
+        of_row, tiles = received[row], [row]
+        if next_too:
+            tiles = [2 * row, 2 * row + 1]
+            lines = torch.nn.functional.pad(received[2 * row + 1].view(4, 4), (0, 1), value=-1.0)
+            of_row = torch.cat([received[2 * row], lines.flatten()])
+        # The first dominant tokens are the tiles' class tokens, in the places of the first dropped patches.
+        best = of_row.topk(budget(0.25, patches) - len(tiles)).indices.tolist()
+        places = [i for i in range(patches) if i not in best and of_row[i] >= 0][: len(tiles)]
+        stays = sorted([*best, *places])
+        assert [c - 4 for c in kept[0][row] if 4 <= c < 4 + patches] == stays
+        ours = states[0][row, -len(stays) - 2 : -2][[stays.index(i) for i in places]]
+        torch.testing.assert_close(ours, model.model.multi_modal_projector(classes[tiles])[:, 0], atol=1e-5, rtol=0)

@@ -1,0 +1,158 @@
+"""Prompts with images and videos for tests of token methods, and the full model in which dropped tokens are hidden."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+import kvcompress
+from kvcompress.check.reference import generate
+from tests.support.families import FAMILIES, MORE_FAMILIES
+
+NEW = 3
+TOLERANCE = 1e-4  # fp32, logits of order 1
+LENGTHS, IMAGES = [40, 26, 61, 9], [1, 1, 2, 0]
+
+
+def budget(ratio: float, tokens: int) -> int:
+    return max(1, math.floor(ratio * tokens + 0.5)) if tokens else 0
+
+
+def batch(family: str, lengths=LENGTHS, images=IMAGES, layers: int = 4) -> tuple:
+    made = (FAMILIES | MORE_FAMILIES)[family]
+    model = made.build(layers)
+    return model, made.inputs(model, lengths, images)
+
+
+def vision_of(inputs: dict) -> torch.Tensor:
+    return inputs["input_ids"] == 1
+
+
+def kept_columns(cache: kvcompress.CompressedCache) -> list[list[list[int]]]:
+    """[layer][row]: the columns stored, the same for every KV head."""
+    layers = [cache.kept_indices(layer) for layer in range(len(cache.layers))]
+    for rows in layers:
+        for heads in rows:
+            assert all(torch.equal(head, heads[0]) for head in heads)
+    return [[heads[0].tolist() for heads in rows] for rows in layers]
+
+
+@contextmanager
+def hidden_from(model: torch.nn.Module, kept: list[list[list[int]]]) -> Iterator[list[torch.Tensor]]:
+    """Plain attention in which a layer sees, of all columns up to the last that is listed, only the listed ones.
+    Yields the weights of each layer that ran, (batch, heads, queries, columns)."""
+    noted = []
+
+    def attention(module, query, key, value, attention_mask, scaling, **kwargs):
+        columns, new = key.shape[2], query.shape[2]
+        visible = torch.ones(new, columns, dtype=torch.bool).tril(columns - new)
+        visible = visible.expand(len(query), 1, -1, -1).clone()
+        if attention_mask is not None and new == columns:  # Molmo 2's images look at themselves both ways
+            visible = attention_mask.expand_as(visible).clone()
+        for row, listed in enumerate(kept[module.layer_idx]):
+            hidden = sorted(set(range(columns)) - set(listed) - set(range(max(listed) + 1, columns)))
+            visible[row, ..., hidden] = False
+        visible[..., -new:] |= torch.eye(new, dtype=torch.bool)  # pads and dropped tokens: no NaN
+        groups = query.shape[1] // key.shape[1]
+        logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
+        weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)
+        noted.append(weights)
+        return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
+
+    config = model.config.get_text_config(decoder=True)
+    before = config._attn_implementation
+    AttentionInterface.register("hidden_from", attention)
+    AttentionMaskInterface.register("hidden_from", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    config._attn_implementation = "hidden_from"
+    try:
+        yield noted
+    finally:
+        config._attn_implementation = before
+
+
+def full_attention(model: torch.nn.Module, inputs: dict) -> tuple[torch.Tensor, ...]:
+    """The weights of every layer, (batch, heads, columns, columns), by transformers' eager attention."""
+    model.set_attn_implementation("eager")
+    try:
+        return model(**inputs, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
+@contextmanager
+def entering(model: torch.nn.Module, index: int) -> Iterator[list[torch.Tensor]]:
+    """The hidden states that decoder layer `index` really runs on, at each pass."""
+    states = []
+    norm = model.get_decoder().layers[index].input_layernorm
+    handle = norm.register_forward_pre_hook(lambda _, args: states.append(args[0].clone()))
+    try:
+        yield states
+    finally:
+        handle.remove()
+
+
+def run(method: str, ratio: float, **options: object) -> tuple:
+    """LLaVA-OneVision: the model, its inputs, kept columns of the rows, embeddings, embeddings that reach layer 0."""
+    model, inputs = batch("llava-onevision")
+    with entering(model, 0) as states:
+        generate(model, inputs, 1)
+        with kvcompress.compress(model, method, ratio, **options) as session:
+            generate(model, inputs, 1)
+    return model, inputs, kept_columns(session.cache)[0], states[0], states[1]
+
+
+VIDEO_FAMILIES = {"llava-onevision": 1, "qwen2-vl": 12, "qwen2.5-vl": 12, "qwen3-vl": 12, "internvl": 9}  # per frame
+
+
+def video_batch(family: str, frames: list[int]) -> tuple[torch.nn.Module, dict, list[list[list[int]]]]:
+    """A model, left-padded prompts with one video of so many frames each, and the columns of each row's frames."""
+    size, (image, video, start, end) = VIDEO_FAMILIES[family], range(1, 5)
+    model, generator = FAMILIES[family].build(4), torch.Generator().manual_seed(3)
+    rows = []
+    for number, count in enumerate(frames):
+        text = torch.arange(20 + 10 * number, 29 + 10 * number).tolist()
+        if family in ("qwen3-vl", "internvl"):  # each frame on its own
+            token = image if family == "internvl" else video
+            shown = [t for frame in range(count) for t in (9 + frame, start, *[token] * size, end)]
+        else:
+            shown = [start, *[video] * (count * size + (family == "llava-onevision")), end]
+        rows.append([*text[:3], *shown, *text[3:]])
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    pixels = {"generator": generator}
+    if family == "llava-onevision":
+        inputs["pixel_values_videos"] = torch.randn(len(frames), frames[0], 3, 8, 8, **pixels)
+    elif family == "internvl":
+        inputs["pixel_values"] = torch.randn(sum(frames), 3, 24, 24, **pixels)
+    else:
+        patch = 3 * 2 * (16 if family == "qwen3-vl" else 14) ** 2
+        inputs["pixel_values_videos"] = torch.randn(sum(frames) * 48, patch, **pixels)
+        inputs["video_grid_thw"] = torch.tensor([[count, 6, 8] for count in frames])
+        inputs["mm_token_type_ids"] = 2 * (ids == video).int()
+    columns = [((row == video) | (row == image)).nonzero()[:, 0].tolist() for row in ids]
+    of_frames = [[c[i * size : (i + 1) * size] for i in range(n)] for c, n in zip(columns, frames, strict=True)]
+    return model, inputs, of_frames
+
+
+def of_video(method: str, family: str, ratio: float, **options: object) -> tuple[list, torch.Tensor, list]:
+    """Generate from two videos; logits must be those of the full model in which what was dropped is hidden, at ratio 1
+    bit for bit. Returns each row's kept columns, the states that enter the language model, and the frames' columns."""
+    model, inputs, of_frames = video_batch(family, [8, 8] if family == "llava-onevision" else [7, 5])
+    with entering(model, 0) as states:
+        _, full_logits = generate(model, inputs, NEW)
+    with kvcompress.compress(model, method, ratio, **options) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    with hidden_from(model, kept):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    if ratio == 1:
+        assert torch.equal(logits, full_logits)
+    return kept[0], states[0], of_frames
