@@ -6,15 +6,16 @@ DuoAttention keeps a number of heads there, a number of entries here: recorded a
 
 import ast
 import math
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from .recording import Recording, kept_columns, save
-from .states import NAMES, States, cases, states
+from .presses import rotary_emb
+from .recording import Recording, kept_columns
+from .script import Recordings, run
+from .states import NAMES, cases, states
 
 PRESSES = "kvpress/presses"
 SINKS, RECENT = 4, 16
@@ -24,21 +25,18 @@ STREAMING = (0.25, 0.5, 0.75)  # of all heads
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
-    recordings = [each for name in NAMES for each in duo(checkout, name)]
-    recordings += [each for name in SMALL for each in with_statistics(checkout, name)]
-    functions = "DuoAttentionPress.post_init_from_model, compress; ExpectedAttentionStatsPress.get_query_statistics; "
-    functions += "ExpectedAttentionPress.apply_avg_rope, score; ScorerPress.compress"
-    save("kvpress_calibrated", recordings, "NVIDIA/kvpress", checkout, functions)
+def recordings(checkout: Path) -> Recordings:
+    for name in NAMES:
+        yield from duo(checkout, name)
+    for name in SMALL:
+        yield from with_statistics(checkout, name)
 
 
-def duo(checkout: Path, name: str) -> list[Recording]:
+def duo(checkout: Path, name: str) -> Recordings:
     given, prompt = states(name), states(name).prompt
     layers, kv_heads = given.keys.shape[:2]
     gates = np.random.Generator(np.random.PCG64(0)).random((layers, kv_heads))
     start, compress = _methods(checkout, "duo_attention_press.py", "post_init_from_model", "compress")
-    found = []
     for share in STREAMING:
         press = SimpleNamespace(head_compression_ratio=share, on_the_fly_scoring=False)
         press.load_attention_pattern = lambda model: (SINKS, RECENT, gates)
@@ -57,11 +55,10 @@ def duo(checkout: Path, name: str) -> list[Recording]:
             continue  # no budget is the same
         options = {"sinks": SINKS, "recent": RECENT}
         known = {"gates": torch.from_numpy(gates).float()}
-        found.append(Recording("duoattention", "duoattention", options, name, prompt, budget, kept, known=known))
-    return found
+        yield Recording("duoattention", "duoattention", options, name, prompt, budget, kept, known=known)
 
 
-def with_statistics(checkout: Path, name: str) -> list[Recording]:
+def with_statistics(checkout: Path, name: str) -> Recordings:
     """The statistics are those of the states' prompt before RoPE, without its first 4 tokens."""
     given = states(name)
     before = given.rotary(slice(0, given.prompt)).unrotated(given.queries[:, :, : given.prompt])[:, :, 4:]
@@ -76,29 +73,19 @@ def with_statistics(checkout: Path, name: str) -> list[Recording]:
     press.apply_avg_rope = lambda *arguments: ahead(press, *arguments)
     press.get_query_statistics = lambda *arguments: statistics(press, *arguments)
     press.score = lambda *arguments: score(press, *arguments)
-    found = []
     for prompt, budget in cases(name):
         if budget >= prompt:
             continue
         press.compression_ratio, kept = 1 - (budget + 0.5) / prompt, []
         for place in range(given.layers):
             _, keys, values = given.layer(place, slice(0, prompt))
-            module = SimpleNamespace(layer_idx=place, head_dim=keys.shape[-1], rotary_emb=_rotation(given))
+            module = SimpleNamespace(layer_idx=place, head_dim=keys.shape[-1], rotary_emb=rotary_emb(given))
             module.config = SimpleNamespace(num_attention_heads=given.queries.shape[1])
             stays, _ = compress(press, module, torch.empty(1, prompt, 1), keys, values, None, {})
             kept.append(kept_columns(stays[0], keys[0]))
         known = {"mean": mean, "covariance": covariance}
         label = "expected-attention, calibration="
-        found.append(Recording(label, "expected-attention", {}, name, prompt, budget, torch.stack(kept), known=known))
-    return found
-
-
-def _rotation(given: States):
-    def rotate(_: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = (positions[..., None] * given.inv_freq).repeat(1, 1, 2)
-        return angles.cos(), angles.sin()
-
-    return rotate
+        yield Recording(label, "expected-attention", {}, name, prompt, budget, torch.stack(kept), known=known)
 
 
 def _methods(checkout: Path, file: str, *names: str) -> list:
@@ -115,4 +102,6 @@ def _methods(checkout: Path, file: str, *names: str) -> list:
 
 
 if __name__ == "__main__":
-    main()
+    functions = "DuoAttentionPress.post_init_from_model, compress; ExpectedAttentionStatsPress.get_query_statistics; "
+    functions += "ExpectedAttentionPress.apply_avg_rope, score; ScorerPress.compress"
+    run(recordings, "NVIDIA/kvpress", functions)

@@ -3,15 +3,15 @@
 
 import ast
 import math
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from .recording import Recording, kept_columns, save
+from .recording import Recording, kept_columns
 from .released import attention
+from .script import Recordings, prompts, run
 from .states import NAMES, cases, states
 
 WINDOW = 8  # PyramidKV's
@@ -32,36 +32,28 @@ PRESSES = {
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     compress = _function(checkout, "scorer_press.py", "compress")
-    recordings = []
     for method, (file, press) in PRESSES.items():
         score = _function(checkout, file, "score")
         press.score = lambda *args, score=score, press=press: score(press, *args)
-        for name in NAMES:
-            for prompt, budget in cases(name):
-                if budget > prompt:
-                    continue  # a ratio cannot be negative
-                press.compression_ratio, kept = 1 - (budget + 0.5) / prompt, []
-                for place in range(states(name).layers):
-                    _, keys, values = states(name).layer(place, slice(0, prompt))
-                    module = SimpleNamespace(head_dim=keys.shape[-1])
-                    stays, _ = compress(press, module, None, keys, values, None, {})
-                    kept.append(kept_columns(stays[0], keys[0]))
-                recordings.append(Recording(method, method, {}, name, prompt, budget, torch.stack(kept)))
-    recordings += [
+        for name, prompt, budget in prompts():
+            if budget > prompt:
+                continue  # a ratio cannot be negative
+            press.compression_ratio, kept = 1 - (budget + 0.5) / prompt, []
+            for place in range(states(name).layers):
+                _, keys, values = states(name).layer(place, slice(0, prompt))
+                module = SimpleNamespace(head_dim=keys.shape[-1])
+                stays, _ = compress(press, module, None, keys, values, None, {})
+                kept.append(kept_columns(stays[0], keys[0]))
+            yield Recording(method, method, {}, name, prompt, budget, torch.stack(kept))
+    yield from [
         _pyramid(checkout, name, *case, beta)
         for name in NAMES
         for case in cases(name)
         for beta in (20, 3)
         if WINDOW < case[1] < case[0]
     ]
-    functions = (
-        "presses/keydiff_press.py, cur_press.py: score; scorer_press.py: ScorerPress.compress; snapkv_press.py: score; "
-        "pyramidkv_press.py: PyramidKVPress.compress, get_layer_budget"
-    )
-    save("kvpress_keys", recordings, "NVIDIA/kvpress", checkout, functions)
 
 
 def _pyramid(checkout: Path, name: str, prompt: int, budget: int, beta: int) -> Recording:
@@ -93,4 +85,8 @@ def _function(checkout: Path, file: str, name: str) -> object:
 
 
 if __name__ == "__main__":
-    main()
+    functions = (
+        "presses/keydiff_press.py, cur_press.py: score; scorer_press.py: ScorerPress.compress; snapkv_press.py: score; "
+        "pyramidkv_press.py: PyramidKVPress.compress, get_layer_budget"
+    )
+    run(recordings, "NVIDIA/kvpress", functions)

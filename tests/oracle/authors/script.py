@@ -16,7 +16,7 @@ def run(
     recordings: Callable[[Path], Iterable[Recording]], repository: str, functions: str, version: str | None = None
 ) -> None:
     """Write the fixture of the script that was started: `recordings` of the checkout that its argument names."""
-    checkout, name = Path(sys.argv[1]), sys.modules["__main__"].__spec__.name.rpartition(".")[2]
+    checkout, name = Path(sys.argv[1]).resolve(), sys.modules["__main__"].__spec__.name.rpartition(".")[2]
     save(name, list(recordings(checkout)), repository, checkout, functions, version)
 
 

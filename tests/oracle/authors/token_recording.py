@@ -8,7 +8,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from kvcompress.methods import make_method
 from kvcompress.tokens.base import Attention, TokenMethod, Tokens, Tower
 
 FIXTURES = Path(__file__).with_name("fixtures") / "tokens"
+Recordings = Iterator["TokenRecording"]
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,12 @@ def released(path: Path, name: str, namespace: dict[str, object]) -> Callable:
         argument.annotation = None
     exec(compile(ast.Module([node], []), str(path), "exec"), namespace)
     return namespace[name.split(".")[-1]]
+
+
+def run(recordings: Callable[[Path], Iterable[TokenRecording]], repository: str, functions: str) -> None:
+    """Write the fixture of the script that was started: `recordings` of the checkout that its argument names."""
+    checkout, name = Path(sys.argv[1]).resolve(), sys.modules["__main__"].__spec__.name.rpartition(".")[2]
+    save(name, list(recordings(checkout)), repository, checkout, functions)
 
 
 def save(name: str, recordings: Sequence[TokenRecording], repository: str, checkout: Path, functions: str) -> None:
