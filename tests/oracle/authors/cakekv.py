@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from .recording import Recording, kept_columns
-from .released import definitions
+from .released import definitions, repeat_kv
 from .script import Recordings, prompts, run
 from .states import DECODED, NAMES, states
 
@@ -41,7 +41,7 @@ def recordings(checkout: Path) -> Recordings:
             "StaticCache": (),
             "DynamicCache": (),
             "apply_rotary_pos_emb": lambda queries, keys, cos, sin: (queries, keys),
-            "repeat_kv": lambda states, groups: states.repeat_interleave(groups, 1),
+            "repeat_kv": repeat_kv,
             "logger": SimpleNamespace(warning_once=lambda message: None),
             "_flash_attention_forward": lambda queries, *args, **kwargs: queries,
         }

@@ -6,14 +6,9 @@ from types import SimpleNamespace
 
 import torch
 
-from kvcompress.methods import make_method
+from .token_recording import Prompt, Recordings, TokenRecording, chosen, released, run
 
-from .token_recording import Prompt, Recordings, TokenRecording, chosen_of, released, run
-
-
-def ours(recording: TokenRecording) -> list[torch.Tensor]:
-    method = make_method(recording.method, **recording.options)
-    return [chosen_of(Prompt.draw(**recording.drawn), method, recording.budget)]
+ours = chosen
 
 
 def recordings(checkout: Path) -> Recordings:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
+from .csp import softmax_n
 from .recording import Recording, kept_columns
 from .released import attention, definitions
 from .script import Recordings, run
@@ -128,12 +129,6 @@ def vl_cache(theirs: dict, name: str, prompt: int, ratio: float) -> torch.Tensor
 class Held(SimpleNamespace):
     def __getitem__(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.key_cache[place], self.value_cache[place]
-
-
-def softmax_n(logits: torch.Tensor, n: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """In place of the flash_attention_softmax_n package."""
-    weights = logits.exp()
-    return weights / (n + weights.sum(dim, keepdim=True))
 
 
 if __name__ == "__main__":

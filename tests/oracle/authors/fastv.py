@@ -6,17 +6,12 @@ from types import SimpleNamespace
 
 import torch
 
-from kvcompress.methods import make_method
-
 from .token_recording import Prompt, Recordings, TokenRecording, released, run, through
 
 FILE = "src/transformers/src/transformers/models/llama/modeling_llama.py"
 SYSTEM, IMAGES, QUESTION, LAYERS = 7, 96, 9, 5
 
-
-def ours(recording: TokenRecording) -> list[torch.Tensor]:
-    method = make_method(recording.method, **recording.options)
-    return through(Prompt.draw(**recording.drawn), method, recording.budget)
+ours = through
 
 
 def recordings(checkout: Path) -> Recordings:

@@ -4,20 +4,17 @@ with statistics from elsewhere (expected_attention_with_stats.py), its home.
 DuoAttention keeps a number of heads there, a number of entries here: recorded are budgets that some heads fill exactly.
 """
 
-import ast
-import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from .presses import rotary_emb
+from .presses import methods, rotary_emb
 from .recording import Recording, kept_columns
 from .script import Recordings, run
 from .states import NAMES, cases, states
 
-PRESSES = "kvpress/presses"
 SINKS, RECENT = 4, 16
 SMALL = ("random_gqa", "random_mha", "tiny")  # states whose covariances are a small file
 STREAMING = (0.25, 0.5, 0.75)  # of all heads
@@ -36,7 +33,7 @@ def duo(checkout: Path, name: str) -> Recordings:
     given, prompt = states(name), states(name).prompt
     layers, kv_heads = given.keys.shape[:2]
     gates = np.random.Generator(np.random.PCG64(0)).random((layers, kv_heads))
-    start, compress = _methods(checkout, "duo_attention_press.py", "post_init_from_model", "compress")
+    start, compress = methods(checkout, "duo_attention_press.py", "post_init_from_model", "compress")
     for share in STREAMING:
         press = SimpleNamespace(head_compression_ratio=share, on_the_fly_scoring=False)
         press.load_attention_pattern = lambda model: (SINKS, RECENT, gates)
@@ -65,9 +62,9 @@ def with_statistics(checkout: Path, name: str) -> Recordings:
     mean = before.mean(2)
     centred = before - mean[:, :, None]
     covariance = centred.mT @ centred / (before.shape[2] - 1)
-    (statistics,) = _methods(checkout, "expected_attention_with_stats.py", "get_query_statistics")
-    ahead, score = _methods(checkout, "expected_attention_press.py", "apply_avg_rope", "score")
-    (compress,) = _methods(checkout, "scorer_press.py", "compress")
+    (statistics,) = methods(checkout, "expected_attention_with_stats.py", "get_query_statistics")
+    ahead, score = methods(checkout, "expected_attention_press.py", "apply_avg_rope", "score")
+    (compress,) = methods(checkout, "scorer_press.py", "compress")
     press = SimpleNamespace(n_sink=4, n_future_positions=512, use_covariance=True, use_vnorm=True, epsilon=0.0)
     press.mu, press.cov = mean, covariance
     press.apply_avg_rope = lambda *arguments: ahead(press, *arguments)
@@ -86,19 +83,6 @@ def with_statistics(checkout: Path, name: str) -> Recordings:
         known = {"mean": mean, "covariance": covariance}
         label = "expected-attention, calibration="
         yield Recording(label, "expected-attention", {}, name, prompt, budget, torch.stack(kept), known=known)
-
-
-def _methods(checkout: Path, file: str, *names: str) -> list:
-    """Methods of the file's classes: what the file imports is not installed."""
-    tree = ast.parse((checkout / PRESSES / file).read_text())
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
-
-    def repeat_kv(states: torch.Tensor, groups: int) -> torch.Tensor:
-        return states.repeat_interleave(groups, 1)
-
-    known = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "math": math, "np": np, "repeat_kv": repeat_kv}
-    exec(compile(ast.Module(found, []), file, "exec"), known)
-    return [known[name] for name in names]
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """NVIDIA/kvpress, the home of these methods, at a newer commit than the recordings of `test_kvpress.py`: scores and
 `ScorerPress`'s choice by them; and its PyramidKVPress, whose layers are SnapKV's."""
 
-import ast
-import math
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
+from .presses import methods
 from .recording import Recording, kept_columns
 from .released import attention
 from .script import Recordings, prompts, run
@@ -33,9 +32,9 @@ DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
 def recordings(checkout: Path) -> Recordings:
-    compress = _function(checkout, "scorer_press.py", "compress")
+    (compress,) = methods(checkout, "scorer_press.py", "compress")
     for method, (file, press) in PRESSES.items():
-        score = _function(checkout, file, "score")
+        (score,) = methods(checkout, file, "score")
         press.score = lambda *args, score=score, press=press: score(press, *args)
         for name, prompt, budget in prompts():
             if budget > prompt:
@@ -60,8 +59,8 @@ def _pyramid(checkout: Path, name: str, prompt: int, budget: int, beta: int) -> 
     given, kept = states(name), []
     press = SimpleNamespace(window_size=WINDOW, kernel_size=5, beta=beta, compression_ratio=1 - budget / prompt)
     for method, file in (("score", "snapkv_press.py"), ("get_layer_budget", "pyramidkv_press.py")):
-        setattr(press, method, partial(_function(checkout, file, method), press))
-    compress = _function(checkout, "pyramidkv_press.py", "compress")
+        setattr(press, method, partial(*methods(checkout, file, method), press))
+    (compress,) = methods(checkout, "pyramidkv_press.py", "compress")
     heads, kv_heads = given.queries.shape[1], given.keys.shape[1]
     config = SimpleNamespace(num_hidden_layers=given.layers, num_attention_heads=heads, num_key_value_heads=kv_heads)
     for place in range(given.layers):
@@ -73,15 +72,6 @@ def _pyramid(checkout: Path, name: str, prompt: int, budget: int, beta: int) -> 
     label = "pyramidkv, variant=kvpress" + (f", pyramid_beta={beta}" if beta != 20 else "")
     options = {"variant": "kvpress", "window_size": WINDOW, "pyramid_beta": float(beta)}
     return Recording(label, "pyramidkv", options, name, prompt, budget, torch.stack(kept))
-
-
-def _function(checkout: Path, file: str, name: str) -> object:
-    """A method of the file's class: what the file imports wants an older transformers."""
-    tree = ast.parse((checkout / "kvpress/presses" / file).read_text())
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
-    known = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "math": math}
-    exec(compile(ast.Module(found, []), file, "exec"), known)
-    return known[name]
 
 
 if __name__ == "__main__":

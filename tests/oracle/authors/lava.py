@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from .recording import Recording, kept_columns
-from .released import definitions
+from .released import definitions, repeat_kv
 from .script import Recordings, prompts, run
 from .states import states
 
@@ -22,7 +22,7 @@ DIFFERENCES = {"lava/": (0.87, FLOOR), "lava, each layer's floor": (0.91, ROUNDE
 def recordings(checkout: Path) -> Recordings:
     utils = checkout / "adaptive_snapkv/monkeypatch/snapkv_utils.py"
     stand_ins = {
-        "repeat_kv": lambda states, groups: states.repeat_interleave(groups, 1),
+        "repeat_kv": repeat_kv,
         "warnings": SimpleNamespace(warn=lambda message: None),  # of a model without groups
     }
     theirs = definitions(utils, "LavaKVCluster", **stand_ins)["LavaKVCluster"]

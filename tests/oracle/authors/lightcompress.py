@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from kvcompress.methods import make_method
-
 from .token_recording import Prompt, Recordings, TokenRecording, released, run, through
 
 FILE, NAME = "llmc/compression/token_reduction/dart.py", "get_retained_image_token"
 BEFORE, BEHIND = 7, 9
+
+ours = through
 
 
 class Ascending(set):
@@ -21,11 +21,6 @@ class Ascending(set):
 
     def __iter__(self):
         return iter(sorted(super().__iter__()))
-
-
-def ours(recording: TokenRecording) -> list[torch.Tensor]:
-    method = make_method(recording.method, **recording.options)
-    return through(Prompt.draw(**recording.drawn), method, recording.budget)
 
 
 def theirs(choose, prompt: Prompt, layer: int, images: int, kept: int, pivots: tuple[int, int]) -> torch.Tensor:

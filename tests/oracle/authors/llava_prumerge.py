@@ -7,16 +7,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kvcompress.methods import make_method
-
-from .token_recording import Recordings, Tile, TokenRecording, released, run
+from .token_recording import Recordings, Tile, TokenRecording, released, run, seen
 
 SIDE, LAYERS = 24, 24  # CLIP-L's, which the code takes for granted
 
-
-def ours(recording: TokenRecording) -> list[torch.Tensor]:
-    method = make_method(recording.method, **recording.options)
-    return [Tile.draw(**recording.drawn).seen_by(method, recording.budget)]
+ours = seen
 
 
 class Tower(torch.nn.Module):

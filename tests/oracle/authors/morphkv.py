@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from .recording import Recording, kept_columns
-from .released import definitions
+from .released import definitions, repeat_kv
 from .script import Recordings, prompts, run
 from .states import DECODED, NAMES, states
 
@@ -26,8 +26,7 @@ DIFFERENCES = {
 
 def recordings(checkout: Path) -> Recordings:
     caches = definitions(checkout / "morphkv/morph_cache.py", "DynamicCache", Cache=object)
-    repeat = {"repeat_kv": lambda states, groups: states.repeat_interleave(groups, 1)}
-    stand_ins = {"apply_rotary_pos_emb": lambda queries, keys, cos, sin: (queries, keys), **repeat}
+    stand_ins = {"apply_rotary_pos_emb": lambda queries, keys, cos, sin: (queries, keys), "repeat_kv": repeat_kv}
     attend = definitions(checkout / "morphkv/models/patch_llama.py", "LlamaAttentionMorph", **stand_ins)
     theirs = attend["LlamaAttentionMorph"]
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from .recording import Recording, kept_columns
-from .released import branch, definitions
+from .released import branch, definitions, repeat_kv
 from .script import Recordings, run
 from .states import NAMES, cases, states
 
@@ -31,7 +31,7 @@ def recordings(checkout: Path) -> Recordings:
             constants={1024: recent},
             scaled_dot_product_attention=scaled,
             apply_rotary_pos_emb=lambda queries, keys, cos, sin: (queries, keys),
-            repeat_kv=lambda states, groups: states.repeat_interleave(groups, 1),
+            repeat_kv=repeat_kv,
         )["ori_forward"]
         for place in range(given.layers):
             queries, keys, values = given.layer(place, slice(0, prompt))

@@ -9,16 +9,11 @@ from unittest import mock
 
 import torch
 
-from kvcompress.methods import make_method
-
 from .token_recording import Prompt, Recordings, TokenRecording, released, run, through
 
 BEFORE, IMAGES, QUESTION, LAYERS = 5, 576, 20, 32
 
-
-def ours(recording: TokenRecording) -> list[torch.Tensor]:
-    method = make_method(recording.method, **recording.options)
-    return through(Prompt.draw(**recording.drawn), method, recording.budget)
+ours = through
 
 
 class Layer:

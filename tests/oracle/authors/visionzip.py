@@ -5,16 +5,11 @@ from types import SimpleNamespace
 
 import torch
 
-from kvcompress.methods import make_method
-
-from .token_recording import Recordings, Tile, TokenRecording, released, run
+from .token_recording import Recordings, Tile, TokenRecording, released, run, seen
 
 SIDE = 24  # CLIP-L's
 
-
-def ours(recording: TokenRecording) -> list[torch.Tensor]:
-    method = make_method(recording.method, **recording.options)
-    return [Tile.draw(**recording.drawn).seen_by(method, recording.budget)]
+ours = seen
 
 
 def recordings(checkout: Path) -> Recordings:
