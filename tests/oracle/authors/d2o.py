@@ -81,7 +81,8 @@ def recordings(checkout: Path) -> Recordings:
             kept = torch.stack([columns_kept(columns, prompt + decoded) for columns in kept])
             options = {"layer_budget": "uniform", **({"decode_budget": budget} if decoded else {})}
             label = "d2o, each head alone"
-            yield Recording(label, "d2o", options, name, prompt, budget, kept, decoded, keys, values)
+            asked = (label, "d2o", options, name, prompt, budget)
+            yield Recording(*asked, kept, decoded, keys=keys, values=values)
 
 
 def _branch(tree: ast.Module, assigned: str, asked: str) -> object:

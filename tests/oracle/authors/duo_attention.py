@@ -85,7 +85,8 @@ def recordings(checkout: Path) -> Recordings:
                 continue  # no budget is the same
             options = {"sinks": SINKS, "recent": RECENT, **({"decode_budget": later} if decoded else {})}
             known = {"gates": gates}
-            yield Recording(LABEL, "duoattention", options, name, prompt, budget, kept, decoded, ratio, known=known)
+            asked = (LABEL, "duoattention", options, name, prompt, budget)
+            yield Recording(*asked, kept, decoded, ratio=ratio, known=known)
 
     for name in NAMES:
         whole = states(name).prompt

@@ -54,8 +54,8 @@ def recordings(checkout: Path) -> Recordings:
         rows = torch.stack([layer[2] for layer in found])
         if merge is None:
             return Recording(label, method, options, name, prompt, budget, rows)
-        merged = [torch.stack([layer[part] for layer in found]) for part in (0, 1)]
-        return Recording(label, method, options, name, prompt, budget, rows, 0, *merged)
+        keys, values = (torch.stack([layer[part] for layer in found]) for part in (0, 1))
+        return Recording(label, method, options, name, prompt, budget, rows, keys=keys, values=values)
 
     def adaptive(name: str, prompt: int, budget: int) -> Recording:
         given, rows = states(name), []

@@ -38,7 +38,7 @@ def recordings(checkout: Path) -> Recordings:
             options = {"positions": "cache"}
             options |= {"decode_budget": budget, "decode_interval": 1} if decoded else {}
             label = "streamingllm, positions=cache"
-            yield Recording(label, "streamingllm", options, name, prompt, budget, kept, decoded, keys)
+            yield Recording(label, "streamingllm", options, name, prompt, budget, kept, decoded, keys=keys)
 
 
 def _kept(
