@@ -1,18 +1,18 @@
 """adamzweiger/compaction: the most attended keys, with fitted biases and values; the prompt's own queries ask."""
 
 import math
-import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from .recording import Recording, save
+from .recording import Recording
 from .released import definitions
+from .script import Recordings, run
 from .states import NAMES, cases, states
 
-FOLDER = "compaction/algorithms"
+FOLDER, CLASS = "compaction/algorithms", "HighestAttentionKeysCompaction"
 SETTINGS = {  # of evaluation/configs/algorithms/default.py; options of ours -> of theirs
     "attention-matching": ({}, {}),
     "attention-matching, bias=none": ({"bias": "none"}, {"beta_method": "zero"}),
@@ -23,15 +23,13 @@ WITH_STATES = "random_gqa"  # of text, the values of some keys are left to round
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     # In double precision, since single leaves the least-squares problems of few tokens open.
     double = SimpleNamespace(**{**vars(torch), "float32": torch.float64})
     given = {"torch": double, "ABC": ABC, "abstractmethod": abstractmethod, "Tuple": tuple, "Dict": dict}
     # Three power iterations from a random vector are made a hundred, which find the norm.
     base = definitions(checkout / FOLDER / "base.py", "CompactionAlgorithm", constants={3: 100}, **given)
-    name_of_class = "HighestAttentionKeysCompaction"
-    theirs = definitions(checkout / FOLDER / "highest_attention_keys.py", name_of_class, **base)[name_of_class]
+    theirs = definitions(checkout / FOLDER / "highest_attention_keys.py", CLASS, **base)[CLASS]
 
     def recording(label: str, name: str, prompt: int, budget: int, with_states: bool) -> Recording:
         options, their_options = SETTINGS[label]
@@ -55,16 +53,15 @@ def main() -> None:
         matched = {"keys": torch.stack(stored[0]), "values": torch.stack(stored[1])} if with_states else {}
         return Recording(label, "attention-matching", options, name, prompt, budget, torch.stack(kept), **matched)
 
-    recordings = [
+    yield from [
         recording(label, name, prompt, budget, with_states=name == WITH_STATES and budget <= 10)
         for label in SETTINGS
         for name in NAMES
         for prompt, budget in cases(name)
         if budget < prompt
     ]
-    functions = f"{FOLDER}: {name_of_class}.compute_compacted_cache"
-    save("attention_matching", recordings, "adamzweiger/compaction", checkout, functions)
 
 
 if __name__ == "__main__":
-    main()
+    functions = f"{FOLDER}: {CLASS}.compute_compacted_cache"
+    run(recordings, "adamzweiger/compaction", functions)

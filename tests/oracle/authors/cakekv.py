@@ -2,15 +2,15 @@
 that has no temperatures. A prompt no longer than the budget and the window together is not cut before the first decoded
 token. Budgets within the window fail in it."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from .recording import Recording, kept_columns, save
-from .released import definitions
-from .states import DECODED, NAMES, cases, states
+from .recording import Recording, kept_columns
+from .released import definitions, repeat_kv
+from .script import Recordings, prompts, run
+from .states import DECODED, NAMES, states
 
 TAUS = {"window_size": 8, "tau1": 1.6, "tau2": 0.4}
 ATTEND = "llama_attn_forward_cake"
@@ -24,8 +24,7 @@ DIFFERENCES = {
 }
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
 
     def part(file: str, *names: str, **given: object) -> dict[str, object]:
         found = definitions(checkout / "cake" / file, *names, **given)
@@ -42,7 +41,7 @@ def main() -> None:
             "StaticCache": (),
             "DynamicCache": (),
             "apply_rotary_pos_emb": lambda queries, keys, cos, sin: (queries, keys),
-            "repeat_kv": lambda states, groups: states.repeat_interleave(groups, 1),
+            "repeat_kv": repeat_kv,
             "logger": SimpleNamespace(warning_once=lambda message: None),
             "_flash_attention_forward": lambda queries, *args, **kwargs: queries,
         }
@@ -99,20 +98,17 @@ def main() -> None:
         options = {**options, "decode_budget": budget} if decoded else options
         return Recording(label, "cake", options, name, prompt, budget, kept, decoded)
 
-    recordings = []
-    for name in NAMES:
-        for prompt, budget in cases(name):
-            if prompt > budget + 8 > 16:
-                label = "cake, window_size=8, tau1=1.6, tau2=0.4"
-                recordings.append(recording(label, name, prompt, 0, budget, TAUS))
-            if prompt > budget + 32 > 64:
-                recordings.append(recording("cake", name, prompt, 0, budget, {}))
-            if budget > 32:
-                recordings.append(recording("cake", name, prompt, DECODED, budget, {}))
-                recordings.append(recording("cake, kernel_size=1", name, prompt, DECODED, budget, UNPOOLED))
-    functions = "cake/model/modify_llama.py: llama_attn_forward_cake; cake/cake_cache.py; cake/utils.py"
-    save("cakekv", recordings, "antgroup/cakekv", checkout, functions)
+    for name, prompt, budget in prompts():
+        if prompt > budget + 8 > 16:
+            label = "cake, window_size=8, tau1=1.6, tau2=0.4"
+            yield recording(label, name, prompt, 0, budget, TAUS)
+        if prompt > budget + 32 > 64:
+            yield recording("cake", name, prompt, 0, budget, {})
+        if budget > 32:
+            yield recording("cake", name, prompt, DECODED, budget, {})
+            yield recording("cake, kernel_size=1", name, prompt, DECODED, budget, UNPOOLED)
 
 
 if __name__ == "__main__":
-    main()
+    functions = "cake/model/modify_llama.py: llama_attn_forward_cake; cake/cake_cache.py; cake/utils.py"
+    run(recordings, "antgroup/cakekv", functions)

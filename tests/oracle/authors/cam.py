@@ -12,8 +12,9 @@ import torch
 from kvcompress.scoring.layer_view import uniform_noise
 
 from .ours import IMAGE
-from .recording import Recording, kept_columns, save
-from .states import DECODED, NAMES, States, cases, states
+from .recording import Recording, kept_columns
+from .script import Recordings, prompts, run
+from .states import DECODED, States, states
 
 STEPS = 24  # of the stream, behind a prompt that fills the cache
 STREAMS = (("random_mha", 24), ("random_mha", 36))
@@ -21,31 +22,23 @@ STREAMS = (("random_mha", 24), ("random_mha", 36))
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     sys.path[:0] = [str(checkout / "cam_hf/utils_hh"), str(checkout / "generate_task/streaming_llm")]
     import modify_llama_cam as theirs
     from kv_cache_cam import StartRecentKVCache_cam
 
-    recordings = []
-    for name in NAMES:
-        for prompt, budget in cases(name):
-            if budget < 4:
-                continue  # of a recent window of less than two tokens they index what is not there
-            for decoded in (0, DECODED):
-                kept = generated(theirs, states(name), prompt, decoded, budget)
-                options = {"decode_budget": budget} if decoded else {}
-                recordings.append(Recording("cam", "cam", options, name, prompt, budget, kept, decoded))
+    for name, prompt, budget in prompts():
+        if budget < 4:
+            continue  # of a recent window of less than two tokens they index what is not there
+        for decoded in (0, DECODED):
+            kept = generated(theirs, states(name), prompt, decoded, budget)
+            options = {"decode_budget": budget} if decoded else {}
+            yield Recording("cam", "cam", options, name, prompt, budget, kept, decoded)
     for name, budget in STREAMS:
         kept, values = streamed(StartRecentKVCache_cam, states(name), budget)
         options = {"decode_budget": budget, "followers": 16}
         label = "cam, as a stream"
-        recordings.append(Recording(label, "cam", options, name, budget, budget, kept, STEPS, values=values))
-    functions = (
-        "cam_hf/utils_hh/modify_llama_cam.py: LlamaAttention_cam.forward; "
-        "generate_task/streaming_llm/kv_cache_cam.py: StartRecentKVCache_cam"
-    )
-    save("cam", recordings, "zyxxmu/cam", checkout, functions)
+        yield Recording(label, "cam", options, name, budget, budget, kept, STEPS, values=values)
 
 
 def halves(budget: int) -> tuple[int, int]:
@@ -122,4 +115,8 @@ def streamed(cache_class: type, given: States, budget: int) -> tuple[torch.Tenso
 
 
 if __name__ == "__main__":
-    main()
+    functions = (
+        "cam_hf/utils_hh/modify_llama_cam.py: LlamaAttention_cam.forward; "
+        "generate_task/streaming_llm/kv_cache_cam.py: StartRecentKVCache_cam"
+    )
+    run(recordings, "zyxxmu/cam", functions)

@@ -4,27 +4,19 @@ Of the two sides of its relevance the text is given with its sign turned around:
 as is right for CLIP, and its authors elsewhere the cosine itself.
 """
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from kvcompress.methods import make_method
+from .token_recording import Prompt, Recordings, TokenRecording, chosen, released, run
 
-from .token_recording import Prompt, TokenRecording, chosen_of, released, save
-
-
-def ours(recording: TokenRecording) -> list[torch.Tensor]:
-    method = make_method(recording.method, **recording.options)
-    return [chosen_of(Prompt.draw(**recording.drawn), method, recording.budget)]
+ours = chosen
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     file = checkout / "llava/model/llava_arch.py"
     encode = released(file, "LlavaMetaForCausalLM.encode_images", {"torch": torch})
-    recordings = []
     for seed, (images, kept) in enumerate([(576, 64), (200, 80), (90, 30)]):
         drawn = {"seed": 10 * seed, "layers": 0, "before": 5, "images": images, "behind": 7, "size": 96}
         prompt = Prompt.draw(**drawn)
@@ -36,10 +28,9 @@ def main() -> None:
         )
         model.get_model = lambda model=model: model
         states, masks = encode(model, None)
-        recordings.append(TokenRecording("cdpruner", "cdpruner", {}, drawn, kept, [states[masks]]))
-    functions = "llava/model/llava_arch.py: LlavaMetaForCausalLM.encode_images"
-    save("cdpruner", recordings, "Theia-4869/CDPruner", checkout, functions)
+        yield TokenRecording("cdpruner", "cdpruner", {}, drawn, kept, [states[masks]])
 
 
 if __name__ == "__main__":
-    main()
+    functions = "llava/model/llava_arch.py: LlavaMetaForCausalLM.encode_images"
+    run(recordings, "Theia-4869/CDPruner", functions)

@@ -2,15 +2,16 @@
 non_causal_attention_press.py, compactor_press.py. Its Gaussian is a new one at each call; here it is ours."""
 
 import sys
-from importlib import import_module
+from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import torch
 
 from kvcompress.clusters.leverage import gaussian
 
-from .recording import Recording, kept_columns, save
+from . import presses
+from .script import Recordings, run
 from .states import NAMES, cases, states
 
 CHUNK, ENDS = 16, 8 + 4  # Compactor's sinks and recent tokens stand outside the chunks
@@ -40,18 +41,11 @@ DIFFERENCES = {
 }
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
-    for name in ("kvpress", "kvpress.presses"):  # its own __init__ wants other libraries
-        sys.modules[name] = ModuleType(name)
-        sys.modules[name].__path__ = [str(checkout / name.replace(".", "/"))]
-    utils = sys.modules["kvpress.utils"] = ModuleType("kvpress.utils")
-    utils.extract_keys_and_values = None
-    utils.get_prerope_key_states = lambda module, hidden: module.keys[:, :, hidden[0, :, 0]]
-    utils.get_prerope_query_states = lambda module, hidden: module.queries[:, :, hidden[0, :, 0]]
-    presses = {}
-    for name in ("scorer", "leverage", "non_causal_attention", "compactor"):
-        presses |= vars(import_module(f"kvpress.presses.{name}_press"))
+def recordings(checkout: Path) -> Recordings:
+    theirs = presses.load(checkout, "scorer", "leverage", "non_causal_attention", "compactor")
+    leverage, non_causal, compactor = (
+        theirs[f"{name}Press"] for name in ("LeverageScore", "NonCausalAttn", "Compactor")
+    )
 
     def ours(*shape: int, **kwargs: object) -> torch.Tensor:
         *_, head_dim, sketch = shape
@@ -59,53 +53,22 @@ def main() -> None:
 
     sys.modules["kvpress.presses.leverage_press"].torch = SimpleNamespace(**{**vars(torch), "randn": ours})
 
-    def keep(press: object, name: str, place: int, prompt: int) -> torch.Tensor:
-        given, tokens = states(name), slice(0, prompt)
-        queries, keys, values = given.layer(place, tokens)
-        module = SimpleNamespace(
-            head_dim=keys.shape[-1],
-            queries=queries,  # rotated already: they are given cos 1 and sin 0
-            keys=given.rotary(tokens).unrotated(keys),
-        )
-        hidden = torch.arange(prompt)[None, :, None]  # tokens by their number
-        rotation = (torch.ones(1, prompt, 1), torch.zeros(1, prompt, 1))
-        stays, _ = press.compress(module, hidden, keys, values, None, {"position_embeddings": rotation})
-        return kept_columns(stays[0], keys[0])
-
     runs = [
-        ("leverage", {}, lambda: presses["LeverageScorePress"]()),
-        ("leverage, sketch=16", {"sketch": 16}, lambda: presses["LeverageScorePress"](sketch_dimension=16)),
-        ("non-causal-attention", {}, lambda: presses["NonCausalAttnPress"]()),
-        (
-            f"non-causal-attention, chunk_size={CHUNK}",
-            {"chunk_size": CHUNK},
-            lambda: presses["NonCausalAttnPress"](chunk_size=CHUNK),
-        ),
-        ("compactor", {}, lambda: presses["CompactorPress"]()),
-        (
-            BLENDED,
-            {"chunk_size": CHUNK, "blending": 0.5},
-            lambda: presses["CompactorPress"](chunk_size=CHUNK, blending=0.5),
-        ),
+        ("leverage", {}, leverage),
+        ("leverage, sketch=16", {"sketch": 16}, partial(leverage, sketch_dimension=16)),
+        ("non-causal-attention", {}, non_causal),
+        (f"non-causal-attention, chunk_size={CHUNK}", {"chunk_size": CHUNK}, partial(non_causal, chunk_size=CHUNK)),
+        ("compactor", {}, compactor),
+        (BLENDED, {"chunk_size": CHUNK, "blending": 0.5}, partial(compactor, chunk_size=CHUNK, blending=0.5)),
     ]
     runs += [
         (f"{label}, variant=kvpress", {**options, "variant": "kvpress"}, make)
         for label, options, make in runs
         if "sketch" not in options
     ]
-    recordings = []
-    for name in NAMES:
-        for prompt, budget in cases(name):
-            if budget >= prompt:
-                continue  # a ratio cannot be negative
-            for label, options, make in runs:
-                press = make()
-                press.compression_ratio = 1 - (budget + 1e-3) / prompt  # it keeps int((1 - ratio) * length)
-                kept = torch.stack([keep(press, name, place, prompt) for place in range(states(name).layers)])
-                recordings.append(Recording(label, label.split(",")[0], options, name, prompt, budget, kept))
-    functions = "presses: LeverageScorePress, NonCausalAttnPress, CompactorPress, ScorerPress.compress"
-    save("compactor", recordings, "NVIDIA/kvpress", checkout, functions)
+    return presses.record(runs)
 
 
 if __name__ == "__main__":
-    main()
+    functions = "presses: LeverageScorePress, NonCausalAttnPress, CompactorPress, ScorerPress.compress"
+    run(recordings, "NVIDIA/kvpress", functions)

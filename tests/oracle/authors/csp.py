@@ -1,12 +1,12 @@
 """TerryPei/CSP: ranked within and across modalities, of one image in the prompt. It knows no grouped queries."""
 
-import sys
 from pathlib import Path
 
 import torch
 
-from .recording import Recording, kept_columns, save
+from .recording import Recording, kept_columns
 from .released import attention, definitions
+from .script import Recordings, run
 from .states import cases, states
 
 FILE = "LLaVA-mix_merge_v1/llava/model/kv_token_merge/modify_llama.py"
@@ -23,8 +23,7 @@ def softmax_n(logits: torch.Tensor, n: int, dim: int, dtype: torch.dtype) -> tor
     return weights / (n + weights.sum(dim, keepdim=True))
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
 
     def recording(label: str, name: str, prompt: int, budget: int, ratio: float, bias: float, **options) -> Recording:
         given, kept, recent = states(name), [], budget // 2
@@ -41,16 +40,14 @@ def main() -> None:
             kept.append(kept_columns(stays[0], keys[0]))
         return Recording(label, "csp", options, name, prompt, budget, torch.stack(kept))
 
-    recordings = []
     for name in ("random_mha_image", "random_mha"):
         for prompt, budget in cases(name):
-            recordings.append(recording("csp", name, prompt, budget, 0.5, 1.0))
-            recordings.append(recording("csp, across only", name, prompt, budget, 1.0, 1.0, cross=1.0))
+            yield recording("csp", name, prompt, budget, 0.5, 1.0)
+            yield recording("csp, across only", name, prompt, budget, 1.0, 1.0, cross=1.0)
         for dataset, (ratio, bias) in MILEBENCH.items():
             for budget in (60, 30):
-                recordings.append(recording("csp, presets", name, 300, budget, ratio, bias, preset=dataset.lower()))
-    save("csp", recordings, "TerryPei/CSP", checkout, f"{FILE}: {CLASS}")
+                yield recording("csp, presets", name, 300, budget, ratio, bias, preset=dataset.lower())
 
 
 if __name__ == "__main__":
-    main()
+    run(recordings, "TerryPei/CSP", f"{FILE}: {CLASS}")

@@ -2,14 +2,14 @@
 is here the prompt's last. It knows no grouped queries: KV heads have the mean weights of theirs."""
 
 import ast
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from .recording import Recording, save
-from .states import DECODED, NAMES, States, cases, states
+from .recording import Recording
+from .script import Recordings, prompts, run
+from .states import DECODED, States, states
 from .stepping import attention, behind, grouped, passes
 
 HEAD_DIM = 128  # their cache knows no other, nor another number of heads than 32
@@ -39,10 +39,10 @@ class Torch:
         return self.joined
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1]) / "LLM_merge_new/LMEval_kv_token_merge"
+def recordings(checkout: Path) -> Recordings:
+    folder = checkout / "LLM_merge_new/LMEval_kv_token_merge"
     attention_file, model_file = (
-        ast.parse((checkout / name).read_text()) for name in ("modeling_llama3_7b_13b_d2o.py", "modeling_llama3_new.py")
+        ast.parse((folder / name).read_text()) for name in ("modeling_llama3_7b_13b_d2o.py", "modeling_llama3_new.py")
     )
     found = [node for node in attention_file.body if getattr(node, "name", "") == "D2O_LayerKVCache"]
     of_theirs = Torch()
@@ -58,18 +58,16 @@ def main() -> None:
     def columns_kept(columns: torch.Tensor, tokens: int) -> torch.Tensor:
         return torch.zeros(len(columns), tokens, dtype=torch.bool).scatter(1, columns, True)
 
-    recordings = []
-    for name in NAMES:
-        for prompt, budget in cases(name):
-            if budget >= prompt or budget < 16:
-                continue  # they want four sinks and as many recent tokens in each layer
-            given = states(name)
-            ratios = _ratios(measure, share, given, prompt, budget)
-            for decoded in (0, DECODED):
-                layers = [held(given, place, (r / 2, r / 2), prompt, decoded)[2] for place, r in enumerate(ratios)]
-                kept = torch.stack([columns_kept(columns, prompt + decoded) for columns in layers])
-                options = {"decode_budget": budget} if decoded else {}
-                recordings.append(Recording("d2o", "d2o", options, name, prompt, budget, kept, decoded))
+    for name, prompt, budget in prompts():
+        if budget >= prompt or budget < 16:
+            continue  # they want four sinks and as many recent tokens in each layer
+        given = states(name)
+        ratios = _ratios(measure, share, given, prompt, budget)
+        for decoded in (0, DECODED):
+            layers = [held(given, place, (r / 2, r / 2), prompt, decoded)[2] for place, r in enumerate(ratios)]
+            kept = torch.stack([columns_kept(columns, prompt + decoded) for columns in layers])
+            options = {"decode_budget": budget} if decoded else {}
+            yield Recording("d2o", "d2o", options, name, prompt, budget, kept, decoded)
     for name, prompt, budget in ALONE:
         given, ratio = states(name), ((budget - budget // 2 + 0.5) / prompt, (budget // 2 + 0.5) / prompt)
         for decoded in (0, STEPS):
@@ -83,12 +81,8 @@ def main() -> None:
             kept = torch.stack([columns_kept(columns, prompt + decoded) for columns in kept])
             options = {"layer_budget": "uniform", **({"decode_budget": budget} if decoded else {})}
             label = "d2o, each head alone"
-            recordings.append(Recording(label, "d2o", options, name, prompt, budget, kept, decoded, keys, values))
-    functions = (
-        "LMEval_kv_token_merge/modeling_llama3_7b_13b_d2o.py: D2O_LayerKVCache, the variance in "
-        "LlamaAttention3_D2O.forward; modeling_llama3_new.py: the layers' ratios in LlamaModel.forward"
-    )
-    save("d2o", recordings, "AIoT-MLSys-Lab/D2O", checkout, functions)
+            asked = (label, "d2o", options, name, prompt, budget)
+            yield Recording(*asked, kept, decoded, keys=keys, values=values)
 
 
 def _branch(tree: ast.Module, assigned: str, asked: str) -> object:
@@ -141,4 +135,8 @@ def _alone(given: States, head: int) -> States:
 
 
 if __name__ == "__main__":
-    main()
+    functions = (
+        "LMEval_kv_token_merge/modeling_llama3_7b_13b_d2o.py: D2O_LayerKVCache, the variance in "
+        "LlamaAttention3_D2O.forward; modeling_llama3_new.py: the layers' ratios in LlamaModel.forward"
+    )
+    run(recordings, "AIoT-MLSys-Lab/D2O", functions)

@@ -1,31 +1,29 @@
 """FFY0/DefensiveKV, a fork of kvpress. Its fused kernel is replaced by the plain function that it is tested against."""
 
-import sys
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
 
-from .recording import Recording, kept_columns, save
+from . import presses
+from .recording import Recording, kept_columns
 from .released import definitions
-from .states import NAMES, cases, states
+from .script import Recordings, prompts, run
+from .states import states
 
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
-    for name in ("kvpress", "kvpress.presses"):  # its own __init__ wants other libraries
-        sys.modules[name] = ModuleType(name)
-        sys.modules[name].__path__ = [str(checkout / name.replace(".", "/"))]
-    for name, part in (("base", "BasePress"), ("scorer", "ScorerPress")):
-        sys.modules[f"kvpress.presses.{name}_press"] = SimpleNamespace(**{part: object})
+def recordings(checkout: Path) -> Recordings:
     plain = definitions(checkout / "kvpress/ops/vw_norm.py", "l1norm")["l1norm"]
-    sys.modules["kvpress.ops.vw_norm"] = SimpleNamespace(vw_l1norm=plain)
-    sys.modules["kvpress.ops"] = ModuleType("kvpress.ops")
-    by_head = import_module("kvpress.presses.efficient_defensivekv_press").EfficientDefensiveKVPress
-    by_layer = import_module("kvpress.presses.efficient_layer_defensivekv_press").EfficientLayerDefensiveKVPress
+    stand_ins = {
+        "presses.base_press": SimpleNamespace(BasePress=object),
+        "presses.scorer_press": SimpleNamespace(ScorerPress=object),
+        "ops": ModuleType("kvpress.ops"),
+        "ops.vw_norm": SimpleNamespace(vw_l1norm=plain),
+    }
+    theirs = presses.load(checkout, "efficient_defensivekv", "efficient_layer_defensivekv", stand_ins=stand_ins)
+    by_head, by_layer = (theirs[f"Efficient{name}KVPress"] for name in ("Defensive", "LayerDefensive"))
 
     def keep(press: object, name: str, prompt: int) -> torch.Tensor:
         given = states(name)
@@ -78,25 +76,20 @@ def main() -> None:
             kept.append(torch.cat([kept_columns(h[None], a[None]) for h, a in zip(of_heads, among, strict=True)]))
         return torch.stack(kept)
 
-    recordings = []
-    for name in NAMES:
-        for prompt, budget in cases(name):
-            for label, press, preset, window in (
-                ("defensivekv", by_head, {}, 32),
-                ("defensivekv, window_size=8", by_head, {}, 8),
-                ("defensivekv, preset=layer", by_layer, {"preset": "layer"}, 32),
-                ("defensivekv, preset=layer, window_size=8", by_layer, {"preset": "layer"}, 8),
-            ):
-                if budget <= window or budget >= prompt:
-                    continue
+    for name, prompt, budget in prompts():
+        for label, press, preset, window in (
+            ("defensivekv", by_head, {}, 32),
+            ("defensivekv, window_size=8", by_head, {}, 8),
+            ("defensivekv, preset=layer", by_layer, {"preset": "layer"}, 32),
+            ("defensivekv, preset=layer, window_size=8", by_layer, {"preset": "layer"}, 8),
+        ):
+            if window < budget < prompt:
                 made = press(compression_ratio=1 - (budget + 1e-3) / prompt, window_size=window)
                 # Heads share a budget by default: said again, for `ours.share` to count ties over all heads.
                 options = {**preset, "window_size": window, "head_budget": "adaptive"}
-                kept = keep(made, name, prompt)
-                recordings.append(Recording(label, "defensivekv", options, name, prompt, budget, kept))
-    functions = "kvpress/presses: EfficientDefensiveKVPress, EfficientLayerDefensiveKVPress"
-    save("defensivekv", recordings, "FFY0/DefensiveKV", checkout, functions)
+                yield Recording(label, "defensivekv", options, name, prompt, budget, keep(made, name, prompt))
 
 
 if __name__ == "__main__":
-    main()
+    functions = "kvpress/presses: EfficientDefensiveKVPress, EfficientLayerDefensiveKVPress"
+    run(recordings, "FFY0/DefensiveKV", functions)

@@ -6,10 +6,8 @@ It keeps a number of heads whole, here a budget is a number of entries: recorded
 
 import json
 import os
-import sys
 import tempfile
 import types
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +15,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from .recording import Recording, kept_columns, save
+from .recording import Recording, kept_columns
 from .released import definitions
+from .script import Recordings, run
 from .states import DECODED, NAMES, RATIOS, States, states
 
 SINKS, RECENT = 4, 16
@@ -35,17 +34,17 @@ DIFFERENCES = {
 }
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1]) / "duo_attn"
-    theirs = definitions(checkout / "utils.py", "load_attn_pattern", "sparsify_attention_heads", json=json, os=os)
-    reordering = definitions(checkout / "patch/utils.py", "reorder_linear_weights", "reorder_full_attn_heads")
+def recordings(checkout: Path) -> Recordings:
+    folder = checkout / "duo_attn"
+    theirs = definitions(folder / "utils.py", "load_attn_pattern", "sparsify_attention_heads", json=json, os=os)
+    reordering = definitions(folder / "patch/utils.py", "reorder_linear_weights", "reorder_full_attn_heads")
     stand_ins = {
         "types": types,
         "enable_tuple_kv_cache_for_llama": lambda model: None,
         "apply_rotary_pos_emb": lambda queries, keys, *args, **kwargs: (queries, keys),
         "flash_attn_func": lambda queries, *args, **kwargs: queries,
     }
-    enable = definitions(checkout / "patch/llama.py", ENABLE, ATTEND, **reordering, **stand_ins)[ENABLE]
+    enable = definitions(folder / "patch/llama.py", ENABLE, ATTEND, **reordering, **stand_ins)[ENABLE]
 
     def pattern(given: States, sparsity: float) -> tuple[torch.Tensor, np.ndarray]:
         """The gates of a pattern that is read from files as theirs are, and the heads that keep all."""
@@ -76,7 +75,7 @@ def main() -> None:
             kept.append(of_layer)
         return torch.stack(kept)
 
-    def recorded(name: str, prompt: int, sparsity: float, ratio: float | None = None) -> Iterator[Recording]:
+    def recorded(name: str, prompt: int, sparsity: float, ratio: float | None = None) -> Recordings:
         given = states(name)
         gates, heads = pattern(given, sparsity)
         for decoded in (0, DECODED):
@@ -86,19 +85,17 @@ def main() -> None:
                 continue  # no budget is the same
             options = {"sinks": SINKS, "recent": RECENT, **({"decode_budget": later} if decoded else {})}
             known = {"gates": gates}
-            yield Recording(LABEL, "duoattention", options, name, prompt, budget, kept, decoded, ratio, known=known)
+            asked = (LABEL, "duoattention", options, name, prompt, budget)
+            yield Recording(*asked, kept, decoded, ratio=ratio, known=known)
 
-    recordings = []
     for name in NAMES:
         whole = states(name).prompt
         for prompt, sparsity in product((whole, whole // 3), SPARSITIES):
-            recordings += recorded(name, prompt, sparsity)
+            yield from recorded(name, prompt, sparsity)
     prompt, heads = states("smollm2").prompt, states("smollm2").keys.shape[:2].numel()
     for ratio in RATIOS:
         full = round(heads * (ratio * prompt - SINKS - RECENT) / (prompt - SINKS - RECENT))
-        recordings += recorded("smollm2", prompt, 1 - full / heads, ratio)
-    functions = f"duo_attn/utils.py: load_attn_pattern, sparsify_attention_heads; patch/llama.py: {ENABLE}, {ATTEND}"
-    save("duo_attention", recordings, "mit-han-lab/duo-attention", checkout, functions)
+        yield from recorded("smollm2", prompt, 1 - full / heads, ratio)
 
 
 def _layer(given: States) -> SimpleNamespace:
@@ -118,4 +115,5 @@ def _layer(given: States) -> SimpleNamespace:
 
 
 if __name__ == "__main__":
-    main()
+    functions = f"duo_attn/utils.py: load_attn_pattern, sparsify_attention_heads; patch/llama.py: {ENABLE}, {ATTEND}"
+    run(recordings, "mit-han-lab/duo-attention", functions)

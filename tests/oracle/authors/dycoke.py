@@ -1,6 +1,5 @@
 """KD-TAO/DyCoke: dycole_ttm, which merges a video's frames, and the cache that hides entries while decoding."""
 
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 
 from kvcompress.methods import make_method
 
-from .token_recording import TokenRecording, normal, of_video, released, save
+from .token_recording import Recordings, TokenRecording, normal, of_video, released, run
 
 TOKENS, SIZE = 30, 6  # of a frame
 
@@ -49,15 +48,13 @@ def ours(recording: TokenRecording) -> list[torch.Tensor]:
     return of_video(recording, draw(**recording.drawn))
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     names = {"torch": torch}
     merge = released(checkout / "llava/model/llava_arch.py", "dycole_ttm", names)
-    recordings = []
     for seed, (frames, rate) in enumerate([(8, 0.7), (16, 0.7), (16, 0.5), (10, 0.9)]):
         drawn = {"seed": 10 * seed, "frames": frames}
         states = merge(draw(**drawn).flatten(0, 1), TOKENS, rate)
-        recordings.append(TokenRecording("dycoke", "dycoke", {}, drawn, len(states), [states]))
+        yield TokenRecording("dycoke", "dycoke", {}, drawn, len(states), [states])
     file = checkout / "llava/model/language_model/modeling_qwen2.py"
     names = {"torch": torch, "F": F}
     update, prune = (
@@ -77,10 +74,9 @@ def main() -> None:
             seen = range(weights.shape[-1]) if cache.kv_cache is None else cache.kv_cache
             places.append(torch.tensor(list(seen), dtype=torch.float32)[:, None])
         options = {"decode_drop": rate}
-        recordings.append(TokenRecording("dycoke, decoding", "dycoke", options, drawn, round(100 * rate), places))
-    functions = "llava_arch.py: dycole_ttm; modeling_qwen2.py: PrunableDynamicCache.dycoke_pruning, update_cache"
-    save("dycoke", recordings, "KD-TAO/DyCoke", checkout, functions)
+        yield TokenRecording("dycoke, decoding", "dycoke", options, drawn, round(100 * rate), places)
 
 
 if __name__ == "__main__":
-    main()
+    functions = "llava_arch.py: dycole_ttm; modeling_qwen2.py: PrunableDynamicCache.dycoke_pruning, update_cache"
+    run(recordings, "KD-TAO/DyCoke", functions)

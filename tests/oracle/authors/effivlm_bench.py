@@ -1,13 +1,14 @@
 """EffiVLM-Bench: what it runs under the names of other methods, `variant="effivlm"` here."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from .recording import Recording, kept_columns, save
+from .csp import softmax_n
+from .recording import Recording, kept_columns
 from .released import attention, definitions
+from .script import Recordings, run
 from .states import cases, states
 
 FILE = "kv_cache_compression/kv_cache_utils.py"
@@ -32,8 +33,7 @@ DIFFERENCES = {
 }
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     names = ("repeat_kv", "merge_kv", *CLUSTERS.values(), PYRAMID, LOOK_M, VL_CACHE, CSP)
 
     def released(**constants: int) -> dict:
@@ -48,10 +48,10 @@ def main() -> None:
             kept.append(kept_columns(keep(place, queries, keys, values)[0], keys[0]))
         return torch.stack(kept)
 
-    recordings = []
-
-    def record(label: str, method: str, name: str, prompt: int, budget: int, kept: torch.Tensor, **options) -> None:
-        recordings.append(Recording(label, method, options, name, prompt, budget, kept))
+    def record(
+        label: str, method: str, name: str, prompt: int, budget: int, kept: torch.Tensor, **options
+    ) -> Recording:
+        return Recording(label, method, options, name, prompt, budget, kept)
 
     theirs = released()
     for name in STATES:
@@ -65,7 +65,7 @@ def main() -> None:
                     return cluster.update_kv(keys, queries, values, None, given.groups)[0]
 
                 kept = of_layers(name, prompt, one)
-                record(f"{method}, effivlm", method, name, prompt, budget, kept, variant="effivlm")
+                yield record(f"{method}, effivlm", method, name, prompt, budget, kept, variant="effivlm")
 
             def pyramid(place, queries, keys, values, ratio=ratio, given=given):
                 cluster = theirs[PYRAMID](keys.shape[2], ratio, num_hidden_layers=given.layers, layer_idx=place)
@@ -74,10 +74,10 @@ def main() -> None:
             if budget < prompt:
                 options = {"variant": "effivlm", "layer_budget": "pyramid-effivlm"}
                 kept = of_layers(name, prompt, pyramid)
-                record("pyramidkv, effivlm", "pyramidkv", name, prompt, budget, kept, **options)
+                yield record("pyramidkv, effivlm", "pyramidkv", name, prompt, budget, kept, **options)
             kept = vl_cache(theirs, name, prompt, ratio)
             options = {"variant": "effivlm", "layer_budget": "sparsity-effivlm", "head_budget": "shared"}
-            record("vl-cache, effivlm", "vl-cache", name, prompt, budget, kept, **options)
+            yield record("vl-cache, effivlm", "vl-cache", name, prompt, budget, kept, **options)
     for name in ("random_gqa", "tiny", "smollm2_image"):
         given = states(name)
         vision = torch.zeros(given.prompt, dtype=torch.bool)
@@ -94,7 +94,7 @@ def main() -> None:
                 return cluster.update_kv(None, queries, None, *rest)[0]
 
             kept = of_layers(name, prompt, look_m)
-            record("look-m, effivlm", "look-m", name, prompt, budget, kept, variant="effivlm", merge="none")
+            yield record("look-m, effivlm", "look-m", name, prompt, budget, kept, variant="effivlm", merge="none")
 
             def csp(place, queries, keys, values, budget=budget, vision=vision):
                 halves = {"hh_ratio": budget - budget // 2, "recent_ratio": budget // 2}
@@ -103,9 +103,7 @@ def main() -> None:
                 cluster = theirs[CSP](of_image, **ratios, cross_ratio=0.5, csp_head_adaptive=True)
                 return cluster.update_kv(keys, values, queries, attention(queries, keys, softmax=False), None)[0]
 
-            record("csp", "csp", name, prompt, budget, of_layers(name, prompt, csp))
-    every = ", ".join((*CLUSTERS.values(), PYRAMID, LOOK_M, VL_CACHE, CSP))
-    save("effivlm_bench", recordings, "EffiVLM-Bench/EffiVLM-Bench", checkout, f"{FILE}: {every}")
+            yield record("csp", "csp", name, prompt, budget, of_layers(name, prompt, csp))
 
 
 def vl_cache(theirs: dict, name: str, prompt: int, ratio: float) -> torch.Tensor:
@@ -133,11 +131,6 @@ class Held(SimpleNamespace):
         return self.key_cache[place], self.value_cache[place]
 
 
-def softmax_n(logits: torch.Tensor, n: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """In place of the flash_attention_softmax_n package."""
-    weights = logits.exp()
-    return weights / (n + weights.sum(dim, keepdim=True))
-
-
 if __name__ == "__main__":
-    main()
+    every = ", ".join((*CLUSTERS.values(), PYRAMID, LOOK_M, VL_CACHE, CSP))
+    run(recordings, "EffiVLM-Bench/EffiVLM-Bench", f"{FILE}: {every}")

@@ -1,16 +1,16 @@
 """Janghyun1230/FastKVzip with gates that are drawn: what prefill/ evicts of a prompt whose first four tokens are the
 system's, and what math/ evicts of a prompt and at each of 64 decode steps, with a window of one token."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from .recording import Recording, kept_columns, save
+from .recording import Recording, kept_columns
 from .released import definitions
-from .states import DECODED, NAMES, States, cases, gates, hidden, states
+from .script import Recordings, prompts, run
+from .states import DECODED, NAMES, States, gates, hidden, states
 
 SINKS = 4
 
@@ -40,8 +40,7 @@ def appended(old: torch.Tensor, new: torch.Tensor, lengths: torch.Tensor, ends: 
     return torch.cat([torch.cat([old[first : first + count], more]) for first, count, more in parts])
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     in_prompt, while_decoding = checkout / "prefill", checkout / "math/method"
     module = definitions(in_prompt / "attention/gate.py", "Weight", Qwen3RMSNorm=Qwen3RMSNorm)["Weight"]
     score = definitions(in_prompt / "attention/score.py", "KVScore")["KVScore"]
@@ -101,19 +100,15 @@ def main() -> None:
             cache.compress_post()
         return _kept(cache, given, prompt + steps)
 
-    recordings = []
-    for name in NAMES:
-        for prompt, budget in cases(name):
-            if not SINKS + 0.02 * prompt < budget < prompt:
-                continue
-            kept = of_prompt(name, prompt, budget)
-            recordings.append(Recording(LABEL, "fastkvzip", {}, name, prompt, budget, kept))
-            for steps in (0, DECODED):
-                kept, options = decoded(name, prompt, steps, budget), {"window_ratio": 0.0}
-                options |= {"decode_budget": budget, "decode_interval": 1} if steps else {}
-                recordings.append(Recording(DECODING, "fastkvzip", options, name, prompt, budget, kept, steps))
-    functions = "prefill/: Weight, KVScore, EvictCache, ModelKVzip.prefill; math/method/: FastKVzip, EvictCache"
-    save("fast_kvzip", recordings, "Janghyun1230/FastKVzip", checkout, functions)
+    for name, prompt, budget in prompts():
+        if not SINKS + 0.02 * prompt < budget < prompt:
+            continue
+        kept = of_prompt(name, prompt, budget)
+        yield Recording(LABEL, "fastkvzip", {}, name, prompt, budget, kept)
+        for steps in (0, DECODED):
+            kept, options = decoded(name, prompt, steps, budget), {"window_ratio": 0.0}
+            options |= {"decode_budget": budget, "decode_interval": 1} if steps else {}
+            yield Recording(DECODING, "fastkvzip", options, name, prompt, budget, kept, steps)
 
 
 def _kept(cache: Cache, given: States, tokens: int) -> torch.Tensor:
@@ -126,4 +121,5 @@ def _kept(cache: Cache, given: States, tokens: int) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main()
+    functions = "prefill/: Weight, KVScore, EvictCache, ModelKVzip.prefill; math/method/: FastKVzip, EvictCache"
+    run(recordings, "Janghyun1230/FastKVzip", functions)

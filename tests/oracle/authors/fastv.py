@@ -1,30 +1,22 @@
 """pkunlp-icler/FastV: the forward pass of its LLaMA, which drops tokens in place."""
 
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from kvcompress.methods import make_method
+from .token_recording import Prompt, Recordings, TokenRecording, released, run, through
 
-from .token_recording import Prompt, TokenRecording, released, save, through
-
+FILE = "src/transformers/src/transformers/models/llama/modeling_llama.py"
 SYSTEM, IMAGES, QUESTION, LAYERS = 7, 96, 9, 5
 
-
-def ours(recording: TokenRecording) -> list[torch.Tensor]:
-    method = make_method(recording.method, **recording.options)
-    return through(Prompt.draw(**recording.drawn), method, recording.budget)
+ours = through
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
-    file = "src/transformers/src/transformers/models/llama/modeling_llama.py"
+def recordings(checkout: Path) -> Recordings:
     names = {"torch": torch, "BaseModelOutputWithPast": SimpleNamespace}
-    forward = released(checkout / file, "LlamaModel.forward", names)
-    recordings = []
+    forward = released(checkout / FILE, "LlamaModel.forward", names)
     for seed, (layer, budget) in enumerate([(2, 48), (2, 24), (1, 10), (3, 95)]):
         drawn = {"seed": 10 * seed, "layers": LAYERS, "before": SYSTEM, "images": IMAGES, "behind": QUESTION}
         prompt = Prompt.draw(**drawn)
@@ -43,8 +35,7 @@ def main() -> None:
         )
         hidden = forward(model, inputs_embeds=prompt.hidden, use_cache=False).last_hidden_state
         states = [hidden[0, SYSTEM:-QUESTION]]
-        recordings.append(TokenRecording("fastv", "fastv", {"layer": layer}, drawn, budget, states))
-    save("fastv", recordings, "pkunlp-icler/FastV", checkout, f"{file}: LlamaModel.forward")
+        yield TokenRecording("fastv", "fastv", {"layer": layer}, drawn, budget, states)
 
 
 def layer_pass(prompt: Prompt, layer: int, hidden: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,4 +46,4 @@ def layer_pass(prompt: Prompt, layer: int, hidden: torch.Tensor, **_: object) ->
 
 
 if __name__ == "__main__":
-    main()
+    run(recordings, "pkunlp-icler/FastV", f"{FILE}: LlamaModel.forward")

@@ -1,6 +1,5 @@
 """LunarShen/FastVID: what the language model of its LLaVA-OneVision lets in, given the attention to each frame."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -12,7 +11,7 @@ from kvcompress.methods import make_method
 from kvcompress.tokens import Tokens
 from kvcompress.tokens.base import Tower
 
-from .token_recording import TokenRecording, normal, released, save
+from .token_recording import Recordings, TokenRecording, normal, released, run
 
 BEFORE, BEHIND, PLACES, SIZE = 3, 5, 40, 6
 
@@ -63,9 +62,7 @@ def theirs(checkout: Path, drawn: dict, ratio: float, options: dict) -> torch.Te
     return hidden.last_hidden_state[0, BEFORE:-BEHIND]
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
-    recordings = []
+def recordings(checkout: Path) -> Recordings:
     # Its numbers of contextual tokens are whole, so that no share is rounded down.
     for seed, (frames, scenes, ratio, options) in enumerate(
         [
@@ -79,9 +76,8 @@ def main() -> None:
         drawn = {"seed": 10 * seed, "frames": frames, "scenes": scenes}
         states = theirs(checkout, drawn, ratio, options)
         budget = frames * int(PLACES * ratio)
-        recordings.append(TokenRecording("fastvid", "fastvid", options, drawn, budget, [states]))
-    save("fastvid", recordings, "LunarShen/FastVID", checkout, "modeling_qwen2.py: Qwen2Model.forward")
+        yield TokenRecording("fastvid", "fastvid", options, drawn, budget, [states])
 
 
 if __name__ == "__main__":
-    main()
+    run(recordings, "LunarShen/FastVID", "modeling_qwen2.py: Qwen2Model.forward")

@@ -1,6 +1,5 @@
 """thu-nics/FrameFusion: the module that merges and prunes, called behind each layer's attention."""
 
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from kvcompress.methods import make_method
 from kvcompress.tokens import Tokens
 from kvcompress.tokens.base import Attention
 
-from .token_recording import TokenRecording, normal, released, save
+from .token_recording import Recordings, TokenRecording, normal, released, run
 
 BEFORE, BEHIND, PLACES, SIZE, HEADS = 3, 4, 16, 6, 2
 LAYERS = 28  # the released code's default
@@ -84,16 +83,13 @@ def theirs(checkout: Path, drawn: dict, cost: float) -> list[torch.Tensor]:
     return states
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
-    recordings = []
+def recordings(checkout: Path) -> Recordings:
     # Merged at once, in two and three steps, until little is alike; then pruned, or not.
     for seed, change, budget in ((0, 0.6, 38), (200, 1.0, 32), (300, 1.0, 64), (200, 2.0, 64), (300, 1.2, 32)):
         drawn = {"seed": seed, "frames": 8, "change": change}
         states = theirs(checkout, drawn, budget / (8 * PLACES))
-        recordings.append(TokenRecording("framefusion", "framefusion", {}, drawn, budget, states))
-    save("framefusion", recordings, "thu-nics/FrameFusion", checkout, "framefusion/main.py: FrameFusion.forward")
+        yield TokenRecording("framefusion", "framefusion", {}, drawn, budget, states)
 
 
 if __name__ == "__main__":
-    main()
+    run(recordings, "thu-nics/FrameFusion", "framefusion/main.py: FrameFusion.forward")

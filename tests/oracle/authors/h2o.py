@@ -2,34 +2,29 @@
 theirs."""
 
 import ast
-import sys
 from pathlib import Path
 
 import torch
 
-from .recording import Recording, kept_columns, save
-from .states import DECODED, NAMES, States, cases, states
+from .recording import Recording, kept_columns
+from .script import Recordings, prompts, run
+from .states import DECODED, States, states
 from .stepping import attention, behind, grouped, passes
 
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     path = checkout / "h2o_hf/utils_real_drop/modify_llama.py"
     found = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", "") == "H2OKVCache_LayerWise"]
     theirs = {"torch": torch}
     exec(compile(ast.Module(found, []), str(path), "exec"), theirs)  # the rest of the file is for an old transformers
 
-    recordings = []
-    for name in NAMES:
-        for prompt, budget in cases(name):
-            for decoded in (0, DECODED):
-                kept = _kept(theirs["H2OKVCache_LayerWise"], states(name), prompt, decoded, budget)
-                options = {"decode_budget": budget} if decoded else {}
-                recordings.append(Recording("h2o", "h2o", options, name, prompt, budget, kept, decoded))
-    functions = "h2o_hf/utils_real_drop/modify_llama.py: H2OKVCache_LayerWise"
-    save("h2o", recordings, "FMInference/H2O", checkout, functions)
+    for name, prompt, budget in prompts():
+        for decoded in (0, DECODED):
+            kept = _kept(theirs["H2OKVCache_LayerWise"], states(name), prompt, decoded, budget)
+            options = {"decode_budget": budget} if decoded else {}
+            yield Recording("h2o", "h2o", options, name, prompt, budget, kept, decoded)
 
 
 def _kept(cache_class: type, given: States, prompt: int, decoded: int, budget: int) -> torch.Tensor:
@@ -44,4 +39,5 @@ def _kept(cache_class: type, given: States, prompt: int, decoded: int, budget: i
 
 
 if __name__ == "__main__":
-    main()
+    functions = "h2o_hf/utils_real_drop/modify_llama.py: H2OKVCache_LayerWise"
+    run(recordings, "FMInference/H2O", functions)

@@ -1,7 +1,6 @@
 """cokeshao/HoliTom: what it lets into the language model, and what a layer of this one merges."""
 
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from kvcompress.methods import make_method
 from kvcompress.tokens import Tokens
 from kvcompress.tokens.base import Attention, Tower
 
-from .token_recording import Prompt, TokenRecording, normal, released, save
+from .token_recording import Prompt, Recordings, TokenRecording, normal, released, run
 
 PLACES, SIZE = 36, 6  # of a frame
 LAYER = 2  # before which tokens are merged within the language model
@@ -115,9 +114,7 @@ def theirs_inner(checkout: Path, drawn: dict, drop: float) -> torch.Tensor:
     return states[LAYER][0, drawn["before"] : -drawn["behind"]].clone()
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
-    recordings = []
+def recordings(checkout: Path) -> Recordings:
     for seed, (frames, change, ratio, options) in enumerate(
         [
             (12, 0.3, 0.25, {}),
@@ -128,17 +125,16 @@ def main() -> None:
     ):
         drawn = {"seed": 10 * seed, "frames": frames, "change": change}
         states = theirs(checkout, drawn, ratio, options)
-        recordings.append(TokenRecording("holitom", "holitom", options, drawn, len(states), [states]))
+        yield TokenRecording("holitom", "holitom", options, drawn, len(states), [states])
     for seed, drop in ((100, 0.5), (200, 0.8)):
         drawn = {"seed": seed, "layers": 3, "before": 3, "images": 30, "behind": 4}
         states = theirs_inner(checkout, drawn, drop)
         options = {"inner_layer": LAYER, "inner_drop": drop}
-        recordings.append(TokenRecording("holitom, inner", "holitom", options, drawn, len(states), [states]))
-    functions = (
-        "llava_arch.py: prepare_inputs_labels_for_multimodal, holitom; modeling_qwen2.py: Qwen2Model_holitom.forward"
-    )
-    save("holitom", recordings, "cokeshao/HoliTom", checkout, functions)
+        yield TokenRecording("holitom, inner", "holitom", options, drawn, len(states), [states])
 
 
 if __name__ == "__main__":
-    main()
+    functions = (
+        "llava_arch.py: prepare_inputs_labels_for_multimodal, holitom; modeling_qwen2.py: Qwen2Model_holitom.forward"
+    )
+    run(recordings, "cokeshao/HoliTom", functions)

@@ -1,13 +1,13 @@
 """aiha-lab/InfiniPot-V: a block of video frames behind a system prompt, brought down to a number of frames."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from .recording import Recording, kept_columns, save
+from .recording import Recording, kept_columns
 from .released import definitions
+from .script import Recordings, run
 from .states import RATIOS, states
 
 FILE = "kvcache_utils.py"
@@ -19,10 +19,8 @@ PARTS = (0.9, 0.7, 0.55)  # of the frames that are kept; with less than twice th
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     theirs = definitions(checkout / FILE, FUNCTION)[FUNCTION]
-    recordings = []
     for name, size in FRAMES.items():
         given = states(name)
         system, end = given.vision
@@ -43,9 +41,8 @@ def main() -> None:
             of_layers = zip(held, layers, strict=True)
             kept = torch.stack([kept_columns(layer.keys[0], keys[0]) for layer, (_, keys, _) in of_layers])
             budget, options = system + stay * size, {"frame_tokens": size}
-            recordings.append(Recording("infinipot-v", "infinipot-v", options, name, prompt, budget, kept, ratio=ratio))
-    save("infinipot_v", recordings, "aiha-lab/InfiniPot-V", checkout, f"{FILE}: {FUNCTION}")
+            yield Recording("infinipot-v", "infinipot-v", options, name, prompt, budget, kept, ratio=ratio)
 
 
 if __name__ == "__main__":
-    main()
+    run(recordings, "aiha-lab/InfiniPot-V", f"{FILE}: {FUNCTION}")

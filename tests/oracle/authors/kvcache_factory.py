@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from .recording import Recording, kept_columns, save
+from .recording import Recording, kept_columns
+from .script import Recordings, run
 from .states import NAMES, cases, states
 
 CLASSES = {"window_size": 32, "kernel_size": 5, "pooling": "avgpool"}  # init_snapkv's, init_pyramidkv's
@@ -24,8 +25,7 @@ DIFFERENCES = {
 }
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     sys.path.insert(0, str(checkout / "pyramidkv"))
     import pyramidkv_utils as theirs
 
@@ -54,8 +54,8 @@ def main() -> None:
         rows = torch.stack([layer[2] for layer in found])
         if merge is None:
             return Recording(label, method, options, name, prompt, budget, rows)
-        merged = [torch.stack([layer[part] for layer in found]) for part in (0, 1)]
-        return Recording(label, method, options, name, prompt, budget, rows, 0, *merged)
+        keys, values = (torch.stack([layer[part] for layer in found]) for part in (0, 1))
+        return Recording(label, method, options, name, prompt, budget, rows, keys=keys, values=values)
 
     def adaptive(name: str, prompt: int, budget: int) -> Recording:
         given, rows = states(name), []
@@ -67,21 +67,19 @@ def main() -> None:
         options = {"preset": "longbench"}
         return Recording("adakv, preset=longbench", "adakv", options, name, prompt, budget, torch.stack(rows))
 
-    recordings = []
     runs = [("snapkv", preset) for preset in SETTINGS] + [("pyramidkv", preset) for preset in ("", "longbench")]
     for name in NAMES:
         for (prompt, budget), (method, preset) in product(cases(name), runs):
             if budget > SETTINGS[preset]["window_size"]:
                 label, options = (f"{method}, preset={preset}", {"preset": preset}) if preset else (method, {})
-                recordings.append(recording(label, name, prompt, budget, SETTINGS[preset], options))
-        recordings += [adaptive(name, *case) for case in cases(name) if case[1] > LONGBENCH["window_size"]]
+                yield recording(label, name, prompt, budget, SETTINGS[preset], options)
+        yield from [adaptive(name, *case) for case in cases(name) if case[1] > LONGBENCH["window_size"]]
     for name, prompt, budget in (("random_gqa", 100, 20), ("random_mha", 60, 12)):
         settings = {**CLASSES, "window_size": 8}  # with max pooling there are ties
         options = {"window_size": 8, "merge": "pivot"}
-        recordings.append(recording("snapkv, merge=pivot", name, prompt, budget, settings, options))
-    functions = "pyramidkv/pyramidkv_utils.py: SnapKVCluster, PyramidKVCluster, AdaKVCluster (update_kv, merge_kv)"
-    save("kvcache_factory", recordings, "Zefan-Cai/KVCache-Factory", checkout, functions)
+        yield recording("snapkv, merge=pivot", name, prompt, budget, settings, options)
 
 
 if __name__ == "__main__":
-    main()
+    functions = "pyramidkv/pyramidkv_utils.py: SnapKVCluster, PyramidKVCluster, AdaKVCluster (update_kv, merge_kv)"
+    run(recordings, "Zefan-Cai/KVCache-Factory", functions)

@@ -1,15 +1,15 @@
 """NVIDIA/kvpress, where an author of KVCompose has it (kvcompose_press.py). What is fed in the second reading has the
 states of the first, on both sides."""
 
-import sys
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import torch
 
-from .recording import Recording, save
-from .states import NAMES, States, cases, states
+from . import presses
+from .recording import Recording
+from .script import Recordings, prompts, run
+from .states import States, states
 
 UNSTRUCTURED = {"layer_budget": "global", "head_budget": "adaptive", "safeguard": 0.0}
 TIES = "a layer keeps one entry at least; of composite tokens that score alike, as the first layer's, top-k takes any"
@@ -17,28 +17,15 @@ ONE = "a layer keeps one entry at least"
 DIFFERENCES = {"kvcompose/": (0.91, TIES), "kvcompose, unstructured/": (0.95, ONE)}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
-    for name in ("kvpress", "kvpress.presses"):  # its own __init__ wants other libraries
-        sys.modules[name] = ModuleType(name)
-        sys.modules[name].__path__ = [str(checkout / name.replace(".", "/"))]
-    utils = sys.modules["kvpress.utils"] = ModuleType("kvpress.utils")
-    utils.extract_keys_and_values = None
-    theirs = import_module("kvpress.presses.kvcompose_press").KVComposePress
-
-    recordings = []
-    for name in NAMES:
-        for prompt, budget in cases(name):
-            if budget >= prompt:
-                continue  # a ratio cannot be negative
-            for label, structured, options in (
-                ("kvcompose", True, {}),
-                ("kvcompose, unstructured", False, UNSTRUCTURED),
-            ):
-                press = theirs(compression_ratio=1 - (budget + 1e-3) / prompt, structured=structured)
-                kept = _kept(press, states(name), prompt)
-                recordings.append(Recording(label, "kvcompose", options, name, prompt, budget, kept))
-    save("kvcompose", recordings, "NVIDIA/kvpress", checkout, "presses/kvcompose_press.py: KVComposePress")
+def recordings(checkout: Path) -> Recordings:
+    theirs = presses.load(checkout, "kvcompose")["KVComposePress"]
+    for name, prompt, budget in prompts():
+        if budget >= prompt:
+            continue  # a ratio cannot be negative
+        for label, structured, options in (("kvcompose", True, {}), ("kvcompose, unstructured", False, UNSTRUCTURED)):
+            press = theirs(structured=structured)
+            presses.set_size(press, prompt, budget)
+            yield Recording(label, "kvcompose", options, name, prompt, budget, _kept(press, states(name), prompt))
 
 
 def _kept(press: object, given: States, prompt: int) -> torch.Tensor:
@@ -57,4 +44,4 @@ def _kept(press: object, given: States, prompt: int) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main()
+    run(recordings, "NVIDIA/kvpress", "presses/kvcompose_press.py: KVComposePress")

@@ -1,14 +1,14 @@
 """vllm-project/vllm, pull request 47967, kvcrush.py, with pages of one token."""
 
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from .recording import Recording, kept_columns, save
+from .recording import Recording, kept_columns
 from .released import definitions
+from .script import Recordings, run
 from .states import NAMES, cases, states
 
 COMMIT = "ea297c9c5fdcb7151a9cc11ab8dacb5aa0722e4a"  # of `git fetch origin pull/47967/head`
@@ -26,8 +26,7 @@ DIFFERENCES = {
 }
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     path = checkout / "vllm/v1/attention/backends/kvcrush.py"
     # Most tokens are as far from the anchor as others; its sort leaves their order open.
     stable = SimpleNamespace(**{**vars(torch), "sort": partial(torch.sort, stable=True)})
@@ -50,7 +49,6 @@ def main() -> None:
         stays, _ = cluster.update_kv(keys, queries, values, page_size=1)
         return kept_columns(stays[0], keys[0])
 
-    recordings = []
     for name in NAMES:
         places, heads = range(states(name).layers), range(states(name).keys.shape[1])
         for prompt, budget in cases(name):
@@ -71,10 +69,9 @@ def main() -> None:
                     kept = [keep(name, place, *given, 0) for place in places]
                     label = f"kvcrush, anchor={anchor}"
                 options = {"recent": 8, "anchor": anchor, "representatives": part}
-                recordings.append(Recording(label, "kvcrush", options, name, prompt, budget, torch.stack(kept)))
-    functions = "vllm/v1/attention/backends/kvcrush.py: H2OKVCrushCluster.update_kv"
-    save("kvcrush", recordings, "vllm-project/vllm", checkout, functions, COMMIT)
+                yield Recording(label, "kvcrush", options, name, prompt, budget, torch.stack(kept))
 
 
 if __name__ == "__main__":
-    main()
+    functions = "vllm/v1/attention/backends/kvcrush.py: H2OKVCrushCluster.update_kv"
+    run(recordings, "vllm-project/vllm", functions, COMMIT)

@@ -4,19 +4,17 @@ with statistics from elsewhere (expected_attention_with_stats.py), its home.
 DuoAttention keeps a number of heads there, a number of entries here: recorded are budgets that some heads fill exactly.
 """
 
-import ast
-import math
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from .recording import Recording, kept_columns, save
-from .states import NAMES, States, cases, states
+from .presses import methods, rotary_emb
+from .recording import Recording, kept_columns
+from .script import Recordings, run
+from .states import NAMES, cases, states
 
-PRESSES = "kvpress/presses"
 SINKS, RECENT = 4, 16
 SMALL = ("random_gqa", "random_mha", "tiny")  # states whose covariances are a small file
 STREAMING = (0.25, 0.5, 0.75)  # of all heads
@@ -24,21 +22,18 @@ STREAMING = (0.25, 0.5, 0.75)  # of all heads
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
-    recordings = [each for name in NAMES for each in duo(checkout, name)]
-    recordings += [each for name in SMALL for each in with_statistics(checkout, name)]
-    functions = "DuoAttentionPress.post_init_from_model, compress; ExpectedAttentionStatsPress.get_query_statistics; "
-    functions += "ExpectedAttentionPress.apply_avg_rope, score; ScorerPress.compress"
-    save("kvpress_calibrated", recordings, "NVIDIA/kvpress", checkout, functions)
+def recordings(checkout: Path) -> Recordings:
+    for name in NAMES:
+        yield from duo(checkout, name)
+    for name in SMALL:
+        yield from with_statistics(checkout, name)
 
 
-def duo(checkout: Path, name: str) -> list[Recording]:
+def duo(checkout: Path, name: str) -> Recordings:
     given, prompt = states(name), states(name).prompt
     layers, kv_heads = given.keys.shape[:2]
     gates = np.random.Generator(np.random.PCG64(0)).random((layers, kv_heads))
-    start, compress = _methods(checkout, "duo_attention_press.py", "post_init_from_model", "compress")
-    found = []
+    start, compress = methods(checkout, "duo_attention_press.py", "post_init_from_model", "compress")
     for share in STREAMING:
         press = SimpleNamespace(head_compression_ratio=share, on_the_fly_scoring=False)
         press.load_attention_pattern = lambda model: (SINKS, RECENT, gates)
@@ -57,62 +52,40 @@ def duo(checkout: Path, name: str) -> list[Recording]:
             continue  # no budget is the same
         options = {"sinks": SINKS, "recent": RECENT}
         known = {"gates": torch.from_numpy(gates).float()}
-        found.append(Recording("duoattention", "duoattention", options, name, prompt, budget, kept, known=known))
-    return found
+        yield Recording("duoattention", "duoattention", options, name, prompt, budget, kept, known=known)
 
 
-def with_statistics(checkout: Path, name: str) -> list[Recording]:
+def with_statistics(checkout: Path, name: str) -> Recordings:
     """The statistics are those of the states' prompt before RoPE, without its first 4 tokens."""
     given = states(name)
     before = given.rotary(slice(0, given.prompt)).unrotated(given.queries[:, :, : given.prompt])[:, :, 4:]
     mean = before.mean(2)
     centred = before - mean[:, :, None]
     covariance = centred.mT @ centred / (before.shape[2] - 1)
-    (statistics,) = _methods(checkout, "expected_attention_with_stats.py", "get_query_statistics")
-    ahead, score = _methods(checkout, "expected_attention_press.py", "apply_avg_rope", "score")
-    (compress,) = _methods(checkout, "scorer_press.py", "compress")
+    (statistics,) = methods(checkout, "expected_attention_with_stats.py", "get_query_statistics")
+    ahead, score = methods(checkout, "expected_attention_press.py", "apply_avg_rope", "score")
+    (compress,) = methods(checkout, "scorer_press.py", "compress")
     press = SimpleNamespace(n_sink=4, n_future_positions=512, use_covariance=True, use_vnorm=True, epsilon=0.0)
     press.mu, press.cov = mean, covariance
     press.apply_avg_rope = lambda *arguments: ahead(press, *arguments)
     press.get_query_statistics = lambda *arguments: statistics(press, *arguments)
     press.score = lambda *arguments: score(press, *arguments)
-    found = []
     for prompt, budget in cases(name):
         if budget >= prompt:
             continue
         press.compression_ratio, kept = 1 - (budget + 0.5) / prompt, []
         for place in range(given.layers):
             _, keys, values = given.layer(place, slice(0, prompt))
-            module = SimpleNamespace(layer_idx=place, head_dim=keys.shape[-1], rotary_emb=_rotation(given))
+            module = SimpleNamespace(layer_idx=place, head_dim=keys.shape[-1], rotary_emb=rotary_emb(given))
             module.config = SimpleNamespace(num_attention_heads=given.queries.shape[1])
             stays, _ = compress(press, module, torch.empty(1, prompt, 1), keys, values, None, {})
             kept.append(kept_columns(stays[0], keys[0]))
         known = {"mean": mean, "covariance": covariance}
         label = "expected-attention, calibration="
-        found.append(Recording(label, "expected-attention", {}, name, prompt, budget, torch.stack(kept), known=known))
-    return found
-
-
-def _rotation(given: States):
-    def rotate(_: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = (positions[..., None] * given.inv_freq).repeat(1, 1, 2)
-        return angles.cos(), angles.sin()
-
-    return rotate
-
-
-def _methods(checkout: Path, file: str, *names: str) -> list:
-    """Methods of the file's classes: what the file imports is not installed."""
-    tree = ast.parse((checkout / PRESSES / file).read_text())
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
-
-    def repeat_kv(states: torch.Tensor, groups: int) -> torch.Tensor:
-        return states.repeat_interleave(groups, 1)
-
-    known = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "math": math, "np": np, "repeat_kv": repeat_kv}
-    exec(compile(ast.Module(found, []), file, "exec"), known)
-    return [known[name] for name in names]
+        yield Recording(label, "expected-attention", {}, name, prompt, budget, torch.stack(kept), known=known)
 
 
 if __name__ == "__main__":
-    main()
+    functions = "DuoAttentionPress.post_init_from_model, compress; ExpectedAttentionStatsPress.get_query_statistics; "
+    functions += "ExpectedAttentionPress.apply_avg_rope, score; ScorerPress.compress"
+    run(recordings, "NVIDIA/kvpress", functions)

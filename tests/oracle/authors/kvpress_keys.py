@@ -1,17 +1,16 @@
 """NVIDIA/kvpress, the home of these methods, at a newer commit than the recordings of `test_kvpress.py`: scores and
 `ScorerPress`'s choice by them; and its PyramidKVPress, whose layers are SnapKV's."""
 
-import ast
-import math
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from .recording import Recording, kept_columns, save
+from .presses import methods
+from .recording import Recording, kept_columns
 from .released import attention
+from .script import Recordings, prompts, run
 from .states import NAMES, cases, states
 
 WINDOW = 8  # PyramidKV's
@@ -32,44 +31,36 @@ PRESSES = {
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
-    compress = _function(checkout, "scorer_press.py", "compress")
-    recordings = []
+def recordings(checkout: Path) -> Recordings:
+    (compress,) = methods(checkout, "scorer_press.py", "compress")
     for method, (file, press) in PRESSES.items():
-        score = _function(checkout, file, "score")
+        (score,) = methods(checkout, file, "score")
         press.score = lambda *args, score=score, press=press: score(press, *args)
-        for name in NAMES:
-            for prompt, budget in cases(name):
-                if budget > prompt:
-                    continue  # a ratio cannot be negative
-                press.compression_ratio, kept = 1 - (budget + 0.5) / prompt, []
-                for place in range(states(name).layers):
-                    _, keys, values = states(name).layer(place, slice(0, prompt))
-                    module = SimpleNamespace(head_dim=keys.shape[-1])
-                    stays, _ = compress(press, module, None, keys, values, None, {})
-                    kept.append(kept_columns(stays[0], keys[0]))
-                recordings.append(Recording(method, method, {}, name, prompt, budget, torch.stack(kept)))
-    recordings += [
+        for name, prompt, budget in prompts():
+            if budget > prompt:
+                continue  # a ratio cannot be negative
+            press.compression_ratio, kept = 1 - (budget + 0.5) / prompt, []
+            for place in range(states(name).layers):
+                _, keys, values = states(name).layer(place, slice(0, prompt))
+                module = SimpleNamespace(head_dim=keys.shape[-1])
+                stays, _ = compress(press, module, None, keys, values, None, {})
+                kept.append(kept_columns(stays[0], keys[0]))
+            yield Recording(method, method, {}, name, prompt, budget, torch.stack(kept))
+    yield from [
         _pyramid(checkout, name, *case, beta)
         for name in NAMES
         for case in cases(name)
         for beta in (20, 3)
         if WINDOW < case[1] < case[0]
     ]
-    functions = (
-        "presses/keydiff_press.py, cur_press.py: score; scorer_press.py: ScorerPress.compress; snapkv_press.py: score; "
-        "pyramidkv_press.py: PyramidKVPress.compress, get_layer_budget"
-    )
-    save("kvpress_keys", recordings, "NVIDIA/kvpress", checkout, functions)
 
 
 def _pyramid(checkout: Path, name: str, prompt: int, budget: int, beta: int) -> Recording:
     given, kept = states(name), []
     press = SimpleNamespace(window_size=WINDOW, kernel_size=5, beta=beta, compression_ratio=1 - budget / prompt)
     for method, file in (("score", "snapkv_press.py"), ("get_layer_budget", "pyramidkv_press.py")):
-        setattr(press, method, partial(_function(checkout, file, method), press))
-    compress = _function(checkout, "pyramidkv_press.py", "compress")
+        setattr(press, method, partial(*methods(checkout, file, method), press))
+    (compress,) = methods(checkout, "pyramidkv_press.py", "compress")
     heads, kv_heads = given.queries.shape[1], given.keys.shape[1]
     config = SimpleNamespace(num_hidden_layers=given.layers, num_attention_heads=heads, num_key_value_heads=kv_heads)
     for place in range(given.layers):
@@ -83,14 +74,9 @@ def _pyramid(checkout: Path, name: str, prompt: int, budget: int, beta: int) -> 
     return Recording(label, "pyramidkv", options, name, prompt, budget, torch.stack(kept))
 
 
-def _function(checkout: Path, file: str, name: str) -> object:
-    """A method of the file's class: what the file imports wants an older transformers."""
-    tree = ast.parse((checkout / "kvpress/presses" / file).read_text())
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
-    known = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "math": math}
-    exec(compile(ast.Module(found, []), file, "exec"), known)
-    return known[name]
-
-
 if __name__ == "__main__":
-    main()
+    functions = (
+        "presses/keydiff_press.py, cur_press.py: score; scorer_press.py: ScorerPress.compress; snapkv_press.py: score; "
+        "pyramidkv_press.py: PyramidKVPress.compress, get_layer_budget"
+    )
+    run(recordings, "NVIDIA/kvpress", functions)

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from .recording import Recording, save
-from .states import NAMES, cases, ratio_of, states
+from .recording import Recording
+from .script import Recordings, prompts, run
+from .states import ratio_of, states
 
 SINKS = 4
 
 DIFFERENCES = {}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     sys.path.insert(0, str(checkout / "attention"))
     from score import KVScore
 
@@ -25,24 +25,18 @@ def main() -> None:
     wrapper = {"torch": torch, "List": list}
     exec(compile(ast.Module(found, []), "wrapper.py", "exec"), wrapper)  # the rest of the file wants their CUDA code
 
-    recordings = []
-    for name in NAMES:
-        for prompt, budget in cases(name):
-            if budget >= prompt or budget <= SINKS + 1:
-                continue  # they cut something, and never the system prompt
-            for label, chunk, options in (("kvzip", 2000, {}), ("kvzip, chunks of 50", 50, {"chunk_size": 50})):
-                kept = _kept(KVScore(), wrapper["chunk_fn"], states(name), prompt, budget - SINKS, chunk)
-                recordings.append(Recording(label, "kvzip", options, name, prompt, budget, kept))
-            # The ratio as they count it: of what stands behind the system prompt, which stays on top.
-            behind = round(budget / prompt * (prompt - SINKS))
-            options = {"variant": "code", "ratio": behind / (prompt - SINKS)}
-            kept = _kept(KVScore(), wrapper["chunk_fn"], states(name), prompt, behind, 2000)
-            of_table = ratio_of(name, prompt, budget)
-            recordings.append(
-                Recording("kvzip, variant=code", "kvzip", options, name, prompt, behind + SINKS, kept, ratio=of_table)
-            )
-    functions = "attention/score.py: KVScore._get_score, _threshold; model/wrapper.py: chunk_fn, with scoring's indices"
-    save("kvzip", recordings, "snu-mllab/KVzip", checkout, functions)
+    for name, prompt, budget in prompts():
+        if budget >= prompt or budget <= SINKS + 1:
+            continue  # they cut something, and never the system prompt
+        for label, chunk, options in (("kvzip", 2000, {}), ("kvzip, chunks of 50", 50, {"chunk_size": 50})):
+            kept = _kept(KVScore(), wrapper["chunk_fn"], states(name), prompt, budget - SINKS, chunk)
+            yield Recording(label, "kvzip", options, name, prompt, budget, kept)
+        # The ratio as they count it: of what stands behind the system prompt, which stays on top.
+        behind = round(budget / prompt * (prompt - SINKS))
+        options = {"variant": "code", "ratio": behind / (prompt - SINKS)}
+        kept = _kept(KVScore(), wrapper["chunk_fn"], states(name), prompt, behind, 2000)
+        of_table = ratio_of(name, prompt, budget)
+        yield Recording("kvzip, variant=code", "kvzip", options, name, prompt, behind + SINKS, kept, ratio=of_table)
 
 
 def _kept(cache, chunk_fn, given, prompt: int, behind: int, chunk: int) -> torch.Tensor:
@@ -65,4 +59,5 @@ def _kept(cache, chunk_fn, given, prompt: int, behind: int, chunk: int) -> torch
 
 
 if __name__ == "__main__":
-    main()
+    functions = "attention/score.py: KVScore._get_score, _threshold; model/wrapper.py: chunk_fn, with scoring's indices"
+    run(recordings, "snu-mllab/KVzip", functions)

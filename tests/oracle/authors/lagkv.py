@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
-from .recording import Recording, kept_columns, save
+from .recording import Recording, kept_columns
+from .script import Recordings, run
 from .states import NAMES, RATIOS, States, states
 
 SETTINGS = (
@@ -19,20 +20,17 @@ SETTINGS = (
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     sys.path.insert(0, str(checkout))
     from lag_kv import LagKV
 
-    recordings = []
     for name in NAMES:
         given = states(name)
         for label, sinks, lag, options in SETTINGS:
             for ratio in RATIOS:
                 kept = _kept(LagKV, given, given.prompt, ratio, sinks, lag)
                 budget = int(kept[0, 0].sum())
-                recordings.append(Recording(label, "lagkv", options, name, given.prompt, budget, kept))
-    save("lagkv", recordings, "AI-Lab-China-Merchants-Bank/LagKV", checkout, "lag_kv.py: LagKV._compress_kv_by_lag")
+                yield Recording(label, "lagkv", options, name, given.prompt, budget, kept)
 
 
 def _kept(cache_class: type, given: States, prompt: int, ratio: float, sinks: int, lag: int) -> torch.Tensor:
@@ -49,4 +47,4 @@ def _kept(cache_class: type, given: States, prompt: int, ratio: float, sinks: in
 
 
 if __name__ == "__main__":
-    main()
+    run(recordings, "AI-Lab-China-Merchants-Bank/LagKV", "lag_kv.py: LagKV._compress_kv_by_lag")

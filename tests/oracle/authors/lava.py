@@ -1,15 +1,15 @@
 """MGDDestiny/Lava, `gqa_support` on as in its scripts. Layers' sizes are made by the loop in its models' forward pass,
 written again here; that loop means to give each layer its own floor for the heads, and misspells it."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from .recording import Recording, kept_columns, save
-from .released import definitions
-from .states import NAMES, cases, states
+from .recording import Recording, kept_columns
+from .released import definitions, repeat_kv
+from .script import Recordings, prompts, run
+from .states import states
 
 FLOOR = (
     "a misspelt name leaves every layer the same floor for its heads, a fifth of the budget with the window in it, so "
@@ -19,11 +19,10 @@ ROUNDED = "it rounds each layer's and each head's part, and a layer that would b
 DIFFERENCES = {"lava/": (0.87, FLOOR), "lava, each layer's floor": (0.91, ROUNDED)}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     utils = checkout / "adaptive_snapkv/monkeypatch/snapkv_utils.py"
     stand_ins = {
-        "repeat_kv": lambda states, groups: states.repeat_interleave(groups, 1),
+        "repeat_kv": repeat_kv,
         "warnings": SimpleNamespace(warn=lambda message: None),  # of a model without groups
     }
     theirs = definitions(utils, "LavaKVCluster", **stand_ins)["LavaKVCluster"]
@@ -58,23 +57,20 @@ def main() -> None:
             kept.append(torch.cat([kept_columns(h[None], a[None]) for h, a in zip(heads, among, strict=True)]))
         return torch.stack(kept)
 
-    recordings = []
-    for name in NAMES:
-        for prompt, budget in cases(name):
-            for label, window, own_floor, pooling in (
-                ("lava", 32, False, "max"),
-                ("lava, each layer's floor", 32, True, "max"),
-                ("lava, each layer's floor, window_size=8", 8, True, "max"),
-                ("lava, each layer's floor, window_size=8, pooling=avg", 8, True, "avg"),
-            ):
-                if budget <= window or budget >= prompt:
-                    continue
-                kept = keep(name, prompt, budget, window, own_floor, pooling)
-                options = {"window_size": window} | ({"pooling": "avg"} if pooling == "avg" else {})
-                recordings.append(Recording(label, "lava", options, name, prompt, budget, kept))
-    functions = "adaptive_snapkv/monkeypatch/snapkv_utils.py: LavaKVCluster"
-    save("lava", recordings, "MGDDestiny/Lava", checkout, functions)
+    for name, prompt, budget in prompts():
+        for label, window, own_floor, pooling in (
+            ("lava", 32, False, "max"),
+            ("lava, each layer's floor", 32, True, "max"),
+            ("lava, each layer's floor, window_size=8", 8, True, "max"),
+            ("lava, each layer's floor, window_size=8, pooling=avg", 8, True, "avg"),
+        ):
+            if budget <= window or budget >= prompt:
+                continue
+            kept = keep(name, prompt, budget, window, own_floor, pooling)
+            options = {"window_size": window} | ({"pooling": "avg"} if pooling == "avg" else {})
+            yield Recording(label, "lava", options, name, prompt, budget, kept)
 
 
 if __name__ == "__main__":
-    main()
+    functions = "adaptive_snapkv/monkeypatch/snapkv_utils.py: LavaKVCluster"
+    run(recordings, "MGDDestiny/Lava", functions)

@@ -2,13 +2,12 @@
 they predict from drawn hidden states with drawn weights, in fixtures/learned/."""
 
 import sys
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import torch
 
+from . import presses
 from .recording import FIXTURES
 
 FOLDER = FIXTURES / "learned"
@@ -21,22 +20,16 @@ def normal(draw: np.random.Generator, *shape: int) -> torch.Tensor:
 
 
 def main() -> None:
-    checkout = Path(sys.argv[1])
-    for name in ("kvpress", "kvpress.presses"):  # its own __init__ wants other libraries
-        sys.modules[name] = ModuleType(name)
-        sys.modules[name].__path__ = [str(checkout / name.replace(".", "/"))]
-    utils = sys.modules["kvpress.utils"] = ModuleType("kvpress.utils")
-    utils.extract_keys_and_values = utils.get_prerope_query_states = utils.compute_n_kept = None
-    zap, gate = (import_module(f"kvpress.presses.{name}_press") for name in ("kvzap", "fastkvzip"))
+    theirs = presses.load(Path(sys.argv[1]), "kvzap", "fastkvzip")
     draw = np.random.Generator(np.random.PCG64(0))
     hidden = normal(draw, 1, TOKENS, HIDDEN)
     modules = {
-        f"kvzap-{kind}": zap.KVzapModel(
-            zap.KVzapConfig(input_dim=HIDDEN, output_dim=HEADS, n_modules=1, hidden_dim=inner)
+        f"kvzap-{kind}": theirs["KVzapModel"](
+            theirs["KVzapConfig"](input_dim=HIDDEN, output_dim=HEADS, n_modules=1, hidden_dim=inner)
         ).layers[0]
         for kind, inner in KVZAP.items()
     }
-    modules["fastkvzip"] = gate.FastKVzipGate(0, HIDDEN, HEADS, GROUPS, torch.float32, SIZE, SINKS)
+    modules["fastkvzip"] = theirs["FastKVzipGate"](0, HIDDEN, HEADS, GROUPS, torch.float32, SIZE, SINKS)
     FOLDER.mkdir(exist_ok=True)
     for name, module in modules.items():
         weights = {key: normal(draw, *tensor.shape) for key, tensor in module.state_dict().items()}

@@ -4,16 +4,16 @@ The pivots take turns in the order in which Python lists a set of numbers there.
 lists them in ascending order.
 """
 
-import sys
 from pathlib import Path
 
 import torch
 
-from kvcompress.methods import make_method
+from .token_recording import Prompt, Recordings, TokenRecording, released, run, through
 
-from .token_recording import Prompt, TokenRecording, released, save, through
-
+FILE, NAME = "llmc/compression/token_reduction/dart.py", "get_retained_image_token"
 BEFORE, BEHIND = 7, 9
+
+ours = through
 
 
 class Ascending(set):
@@ -21,11 +21,6 @@ class Ascending(set):
 
     def __iter__(self):
         return iter(sorted(super().__iter__()))
-
-
-def ours(recording: TokenRecording) -> list[torch.Tensor]:
-    method = make_method(recording.method, **recording.options)
-    return through(Prompt.draw(**recording.drawn), method, recording.budget)
 
 
 def theirs(choose, prompt: Prompt, layer: int, images: int, kept: int, pivots: tuple[int, int]) -> torch.Tensor:
@@ -41,19 +36,15 @@ def theirs(choose, prompt: Prompt, layer: int, images: int, kept: int, pivots: t
     return prompt.hidden[0, choose(settings, prompt.hidden, keys).sort().values]
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
-    file, name = "llmc/compression/token_reduction/dart.py", "get_retained_image_token"
-    choose = released(checkout / file, name, {"torch": torch, "set": Ascending})
-    recordings = []
+def recordings(checkout: Path) -> Recordings:
+    choose = released(checkout / FILE, NAME, {"torch": torch, "set": Ascending})
     cases = [(2, 576, 128, (4, 4)), (2, 576, 64, (4, 4)), (1, 96, 24, (2, 6)), (3, 200, 150, (1, 3))]
     for seed, (layer, images, kept, pivots) in enumerate(cases):
         drawn = {"seed": 10 * seed, "layers": 5, "before": BEFORE, "images": images, "behind": BEHIND}
         states = theirs(choose, Prompt.draw(**drawn), layer, images, kept, pivots)
         options = {"layer": layer, "image_pivots": pivots[0], "text_pivots": pivots[1]}
-        recordings.append(TokenRecording("dart", "dart", options, drawn, len(states), [states]))
-    save("lightcompress", recordings, "ModelTC/LightCompress", checkout, f"{file}: {name}")
+        yield TokenRecording("dart", "dart", options, drawn, len(states), [states])
 
 
 if __name__ == "__main__":
-    main()
+    run(recordings, "ModelTC/LightCompress", f"{FILE}: {NAME}")

@@ -1,6 +1,5 @@
 """42Shawn/LLaVA-PruMerge: its CLIP tower's token_prune_merge_advanced_plus, which is what its forward pass runs."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,16 +7,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kvcompress.methods import make_method
-
-from .token_recording import Tile, TokenRecording, released, save
+from .token_recording import Recordings, Tile, TokenRecording, released, run, seen
 
 SIDE, LAYERS = 24, 24  # CLIP-L's, which the code takes for granted
 
-
-def ours(recording: TokenRecording) -> list[torch.Tensor]:
-    method = make_method(recording.method, **recording.options)
-    return [Tile.draw(**recording.drawn).seen_by(method, recording.budget)]
+ours = seen
 
 
 class Tower(torch.nn.Module):
@@ -38,15 +32,13 @@ class Tower(torch.nn.Module):
         return SimpleNamespace(hidden_states=[self.tile.features, None])
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     file = checkout / "llava/model/multimodal_encoder/clip_encoder.py"
     names = {"torch": torch, "F": F, "np": np, "outputs": {}}
     for name in ("complement_idx", "hook_k", "hook_q", "outlier_dectection"):
         released(file, name, names)
     merge = released(file, "CLIPVisionTower.token_prune_merge_advanced_plus", names)
     select = released(file, "CLIPVisionTower.feature_select", names)
-    recordings = []
     for seed in range(3):
         drawn = {"seed": 10 * seed, "side": SIDE, "size": 16, "features": 16}
         tile = Tile.draw(**drawn)
@@ -56,12 +48,11 @@ def main() -> None:
         model.feature_select = lambda outputs, model=model: select(model, outputs)
         states = merge(model, tile.features)
         count = states.shape[1]
-        recordings.append(TokenRecording("prumerge+", "prumerge+", {}, drawn, count, [states[0]]))
+        yield TokenRecording("prumerge+", "prumerge+", {}, drawn, count, [states[0]])
         adaptive = {"count": "outliers"}
-        recordings.append(TokenRecording("prumerge+, adaptive", "prumerge+", adaptive, drawn, SIDE * SIDE, [states[0]]))
-    functions = "clip_encoder.py: CLIPVisionTower.token_prune_merge_advanced_plus"
-    save("llava_prumerge", recordings, "42Shawn/LLaVA-PruMerge", checkout, functions)
+        yield TokenRecording("prumerge+, adaptive", "prumerge+", adaptive, drawn, SIDE * SIDE, [states[0]])
 
 
 if __name__ == "__main__":
-    main()
+    functions = "clip_encoder.py: CLIPVisionTower.token_prune_merge_advanced_plus"
+    run(recordings, "42Shawn/LLaVA-PruMerge", functions)

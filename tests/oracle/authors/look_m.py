@@ -1,13 +1,13 @@
 """SUSTechBruce/LOOK-M: text-prior selection with pivotal and weighted merging, of one image in the prompt."""
 
-import sys
 from pathlib import Path
 
 import torch
 
-from .recording import Recording, save
+from .recording import Recording
 from .released import attention, definitions, of_kv_heads
-from .states import NAMES, WITH_IMAGE, cases, states
+from .script import Recordings, prompts, run
+from .states import NAMES, WITH_IMAGE, states
 
 FILE = "LLaVA-mix_merge_v1/llava/model/kv_token_merge/modify_llama.py"
 MERGES = {"pivot": "TextPivotMerge_LayerWise", "weighted": "TextWeightedMerge_LayerWise"}
@@ -15,9 +15,7 @@ MERGES = {"pivot": "TextPivotMerge_LayerWise", "weighted": "TextWeightedMerge_La
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
-
+def recordings(checkout: Path) -> Recordings:
     def recording(
         label: str, name: str, prompt: int, budget: int, merge: str = "", with_states: bool = False
     ) -> Recording:
@@ -43,17 +41,13 @@ def main() -> None:
         merged = {"keys": torch.stack(stored[0]), "values": torch.stack(stored[1])} if with_states else {}
         return Recording(label, "look-m", options, name, prompt, max(size, budget), torch.stack(kept), **merged)
 
-    recordings = [
-        recording("look-m", name, prompt, budget)
-        for name in (*WITH_IMAGE, *NAMES)
-        if states(name).vision[1]
-        for prompt, budget in cases(name)
-    ]
+    for name, prompt, budget in prompts((*WITH_IMAGE, *NAMES)):
+        if states(name).vision[1]:
+            yield recording("look-m", name, prompt, budget)
     for merge in MERGES:
         label = f"look-m, {merge} merging"
-        recordings.append(recording(label, "random_gqa_image", 100, 10, merge, with_states=True))
-    save("look_m", recordings, "SUSTechBruce/LOOK-M", checkout, f"{FILE}: {', '.join(MERGES.values())}")
+        yield recording(label, "random_gqa_image", 100, 10, merge, with_states=True)
 
 
 if __name__ == "__main__":
-    main()
+    run(recordings, "SUSTechBruce/LOOK-M", f"{FILE}: {', '.join(MERGES.values())}")

@@ -4,15 +4,15 @@ Its cache is compressed when the first token was decoded, with that token's atte
 that is one token longer. The entropy is that of the prompt before.
 """
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from .recording import Recording, save
+from .recording import Recording
 from .released import attention, branch, definitions, of_kv_heads
-from .states import NAMES, WITH_IMAGE, cases, ratio_of, states
+from .script import Recordings, prompts, run
+from .states import NAMES, WITH_IMAGE, ratio_of, states
 
 FOLDER = "Dynamic-MLLMs/LLaVA-mix_merge_v1/llava/model/kv_token_merge/"
 FILE, LAYERS = FOLDER + "modify_llama.py", FOLDER + "v433_modeling_dynamic_llama.py"
@@ -30,8 +30,7 @@ DIFFERENCES = {
 }
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     entropy = definitions(checkout / FILE, ATTENTION)[ATTENTION].compute_multimodal_entropy
 
     def by_entropy(name: str, prompt: int, budget: int) -> list[tuple[float, float]]:
@@ -64,30 +63,26 @@ def main() -> None:
             exceeds |= int(kept[-1][0].sum()) > cache.cache_size
         return torch.stack(kept), stored, exceeds
 
-    recordings = []
-    for name in (*WITH_IMAGE, *(name for name in NAMES if states(name).vision[1])):
-        for prompt, budget in cases(name):
-            try:
-                kept, _, exceeds = keep(name, prompt + 1, by_entropy(name, prompt, budget))
-            except RuntimeError:
-                continue  # 100 tokens more than all text do not leave as many others as heavy hitters are asked for
-            if not exceeds:
-                ratio = ratio_of(name, prompt, budget)
-                recordings.append(Recording("meda", "meda", {}, name, prompt + 1, budget, kept, ratio=ratio))
+    for name, prompt, budget in prompts((*WITH_IMAGE, *(name for name in NAMES if states(name).vision[1]))):
+        try:
+            kept, _, exceeds = keep(name, prompt + 1, by_entropy(name, prompt, budget))
+        except RuntimeError:
+            continue  # 100 tokens more than all text do not leave as many others as heavy hitters are asked for
+        if not exceeds:
+            ratio = ratio_of(name, prompt, budget)
+            yield Recording("meda", "meda", {}, name, prompt + 1, budget, kept, ratio=ratio)
     for name, prompt, budget in (("tiny", 378, 40), ("random_mha", 300, 60)):
         text = prompt - states(name).vision[1] + states(name).vision[0]
         kept, _, exceeds = keep(name, prompt, evenly(states(name).layers, budget, prompt))
         size = int(kept[0][0].sum())
         assert exceeds
         options = {"layer_budget": "uniform", "recent": (text + 100.5) / size}
-        recordings.append(Recording("meda, text and 100 recent tokens", "meda", options, name, prompt, size, kept))
+        yield Recording("meda, text and 100 recent tokens", "meda", options, name, prompt, size, kept)
     kept, stored, _ = keep("random_gqa_image", 100, evenly(4, 10, 100))
     keys, values = torch.stack(stored).unbind(1)
     options = {"layer_budget": "uniform"}
     label = "meda, averaged merging"
-    recordings.append(Recording(label, "meda", options, "random_gqa_image", 100, 10, kept, keys=keys, values=values))
-    functions = f"{FILE}: {CACHE}, {ATTENTION}.compute_multimodal_entropy; {LAYERS}: the layers' ratios"
-    save("meda", recordings, "AIoT-MLSys-Lab/MEDA", checkout, functions)
+    yield Recording(label, "meda", options, "random_gqa_image", 100, 10, kept, keys=keys, values=values)
 
 
 def evenly(layers: int, budget: int, tokens: int) -> list[tuple[float, float]]:
@@ -95,4 +90,5 @@ def evenly(layers: int, budget: int, tokens: int) -> list[tuple[float, float]]:
 
 
 if __name__ == "__main__":
-    main()
+    functions = f"{FILE}: {CACHE}, {ATTENTION}.compute_multimodal_entropy; {LAYERS}: the layers' ratios"
+    run(recordings, "AIoT-MLSys-Lab/MEDA", functions)

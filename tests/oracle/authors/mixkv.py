@@ -3,14 +3,14 @@ from a file of the form that they read."""
 
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
-from .recording import Recording, kept_columns, save
+from .recording import Recording, kept_columns
 from .released import definitions
+from .script import Recordings, run
 from .states import NAMES, cases, states
 
 FILE = "mixkv/mixkv_utils.py"
@@ -22,8 +22,7 @@ WINDOWS = {"mixkv": 32, "mixkv, window=8": 8, KNOWN: 8}
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1]).resolve()
+def recordings(checkout: Path) -> Recordings:
     torch.compiler.set_stance("force_eager")
     theirs = definitions(checkout / FILE, CLASS, "repeat_kv", load_similarity_score=lambda: None)[CLASS]
     loaded = definitions(checkout / FILE, "load_similarity_score", json=json)["load_similarity_score"]
@@ -62,15 +61,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:  # the file's place is fixed
         os.chdir(folder)
         WEIGHTS.parent.mkdir(parents=True)
-        recordings = [
+        yield from [
             recording(label, name, prompt, budget, window)
             for label, window in WINDOWS.items()
             for name in NAMES
             for prompt, budget in cases(name)
             if budget > window  # they assert
         ]
-    save("mixkv", recordings, "xuyang-liu16/MixKV", checkout, f"{FILE}: {CLASS}, load_similarity_score")
 
 
 if __name__ == "__main__":
-    main()
+    run(recordings, "xuyang-liu16/MixKV", f"{FILE}: {CLASS}, load_similarity_score")

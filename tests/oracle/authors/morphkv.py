@@ -1,16 +1,16 @@
 """ghadiaravi13/MorphKV, its eager attention and its cache, fed the prompt's last queries as its flash attention leaves
 them. It evicts while it attends to a token, by the queries before it, so that a step more is fed than is counted."""
 
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from .recording import Recording, kept_columns, save
-from .released import definitions
-from .states import DECODED, NAMES, cases, states
+from .recording import Recording, kept_columns
+from .released import definitions, repeat_kv
+from .script import Recordings, prompts, run
+from .states import DECODED, NAMES, states
 
 WINDOW = 8
 
@@ -24,11 +24,9 @@ DIFFERENCES = {
 }
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     caches = definitions(checkout / "morphkv/morph_cache.py", "DynamicCache", Cache=object)
-    repeat = {"repeat_kv": lambda states, groups: states.repeat_interleave(groups, 1)}
-    stand_ins = {"apply_rotary_pos_emb": lambda queries, keys, cos, sin: (queries, keys), **repeat}
+    stand_ins = {"apply_rotary_pos_emb": lambda queries, keys, cos, sin: (queries, keys), "repeat_kv": repeat_kv}
     attend = definitions(checkout / "morphkv/models/patch_llama.py", "LlamaAttentionMorph", **stand_ins)
     theirs = attend["LlamaAttentionMorph"]
 
@@ -74,22 +72,19 @@ def main() -> None:
     def keys_of(name: str) -> int:
         return states(name).keys.shape[2]
 
-    recordings = []
-    for name in NAMES:
-        for prompt, budget in cases(name):
-            for decoded in (0, DECODED):
-                for fusion in ("max", "sum"):
-                    if budget <= WINDOW or budget >= prompt:
-                        continue
-                    layers = range(states(name).layers)
-                    kept = torch.stack([keep(name, place, prompt, decoded, budget, fusion) for place in layers])
-                    options = {"window_size": WINDOW, "fusion": fusion}
-                    options |= {"decode_budget": budget} if decoded else {}
-                    label = f"morphkv, window_size={WINDOW}, fusion={fusion}"
-                    recordings.append(Recording(label, "morphkv", options, name, prompt, budget, kept, decoded))
-    functions = "morphkv/models/patch_llama.py: LlamaAttentionMorph; morphkv/morph_cache.py: DynamicCache"
-    save("morphkv", recordings, "ghadiaravi13/MorphKV", checkout, functions)
+    for name, prompt, budget in prompts():
+        for decoded in (0, DECODED):
+            for fusion in ("max", "sum"):
+                if budget <= WINDOW or budget >= prompt:
+                    continue
+                layers = range(states(name).layers)
+                kept = torch.stack([keep(name, place, prompt, decoded, budget, fusion) for place in layers])
+                options = {"window_size": WINDOW, "fusion": fusion}
+                options |= {"decode_budget": budget} if decoded else {}
+                label = f"morphkv, window_size={WINDOW}, fusion={fusion}"
+                yield Recording(label, "morphkv", options, name, prompt, budget, kept, decoded)
 
 
 if __name__ == "__main__":
-    main()
+    functions = "morphkv/models/patch_llama.py: LlamaAttentionMorph; morphkv/morph_cache.py: DynamicCache"
+    run(recordings, "ghadiaravi13/MorphKV", functions)

@@ -3,14 +3,14 @@ one slot, each step."""
 
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
-from .recording import Recording, save
+from .recording import Recording
 from .released import attention, definitions
+from .script import Recordings, run
 from .states import DECODED, NAMES, cases, states
 
 FILE = "prefixkv.py"
@@ -29,8 +29,7 @@ DIFFERENCES = {
 }
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1]).resolve()
+def recordings(checkout: Path) -> Recordings:
     slices = {"DIM_TO_SLICE": {2: lambda x, start, end: x[:, :, start:end]}, "json": json}
     theirs = definitions(checkout / FILE, CLASS, "obtain_cdf_num", **slices)[CLASS]
 
@@ -47,7 +46,7 @@ def main() -> None:
             layer[:, columns.flatten()] = True
         return Recording("prefixkv", "prefixkv", options, name, prompt, budget, kept, decoded)
 
-    def known(name: str) -> list[Recording]:
+    def known(name: str) -> Recordings:
         """By the files that their profile makes of the first third of the prompt, at each of their ratios."""
         given, found = states(name), []
         third = given.prompt // 3
@@ -59,7 +58,6 @@ def main() -> None:
             Path(f"confs/prefixkv_None_{tenth / TENTHS}.json").write_text(json.dumps(ratios))
             found.append(ratios)
         sizes = 1 - torch.tensor(found[::-1]).T
-        recordings = []
         for kept_part in (0.5, 0.2, 0.1):
             cache = theirs(layer_num=given.layers, ratio=round(1 - kept_part, 1))
             held = [[torch.arange(given.prompt).view(1, 1, -1, 1)] * 2 for _ in range(given.layers)]
@@ -68,24 +66,19 @@ def main() -> None:
             for layer, (columns, _) in zip(kept, held, strict=True):
                 layer[:, columns.flatten()] = True
             budget = round(kept_part * given.prompt)
-            recordings.append(
-                Recording(KNOWN, "prefixkv", {}, name, given.prompt, budget, kept, known={"sizes": sizes})
-            )
-        return recordings
+            yield Recording(KNOWN, "prefixkv", {}, name, given.prompt, budget, kept, known={"sizes": sizes})
 
-    recordings = []
     with tempfile.TemporaryDirectory() as folder:  # they note the sizes in a file
         os.chdir(folder)
         Path("samples").mkdir()
         for name in NAMES:
-            recordings += known(name)
+            yield from known(name)
             for prompt, budget in cases(name):
                 if budget >= prompt:
                     continue  # nothing is to be found
-                recordings.append(recording(name, prompt, budget, 0))
+                yield recording(name, prompt, budget, 0)
                 if name in DECODING and prompt == states(name).prompt:
-                    recordings.append(recording(name, prompt, budget, DECODED, decode_budget=budget))
-    save("prefixkv", recordings, "THU-MIG/PrefixKV", checkout, f"{FILE}: {CLASS}")
+                    yield recording(name, prompt, budget, DECODED, decode_budget=budget)
 
 
 def _weights(name: str, prompt: int) -> list[torch.Tensor]:
@@ -94,4 +87,4 @@ def _weights(name: str, prompt: int) -> list[torch.Tensor]:
 
 
 if __name__ == "__main__":
-    main()
+    run(recordings, "THU-MIG/PrefixKV", f"{FILE}: {CLASS}")

@@ -5,22 +5,17 @@ whose attention our method chooses.
 """
 
 import math
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from kvcompress.methods import make_method
+from .token_recording import Prompt, Recordings, TokenRecording, released, run, through
 
-from .token_recording import Prompt, TokenRecording, released, save, through
-
+FILE, NAME = "llava/model/modeling_llama_pdrop.py", "LlamaModel.pdrop_rank_drop"
 BEFORE, QUESTION, LAYERS, HEADS = 7, 9, 32, 2
 
-
-def ours(recording: TokenRecording) -> list[torch.Tensor]:
-    method = make_method(recording.method, **recording.options)
-    return through(Prompt.draw(**recording.drawn), method, recording.budget)
+ours = through
 
 
 def causal_mask(_: torch.Tensor, shape: tuple[int, int], *__: object, **___: object) -> torch.Tensor:
@@ -43,14 +38,11 @@ def layer(weights: tuple[torch.Tensor, torch.Tensor]) -> SimpleNamespace:
     return SimpleNamespace(self_attn=attention, input_layernorm=lambda hidden: hidden)
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
-    file, name = "llava/model/modeling_llama_pdrop.py", "LlamaModel.pdrop_rank_drop"
+def recordings(checkout: Path) -> Recordings:
     names = {"torch": torch, "nn": torch.nn, "math": math, "IGNORE_INDEX": -100}
     names["_prepare_4d_causal_attention_mask"] = causal_mask
     names["apply_rotary_pos_emb"] = lambda queries, keys, *_: (queries, keys)
-    drop = released(checkout / file, name, names)
-    recordings = []
+    drop = released(checkout / FILE, NAME, names)
     cases = [(0.5, 576, 270, (8, 16, 24)), (0.4, 1000, 406, (8, 16, 24)), (0.5, 128, 46, (4, 12, 20))]
     for seed, (share, images, mean, steps) in enumerate(cases):
         drawn = {"seed": 100 * seed, "layers": LAYERS, "before": BEFORE, "images": images, "behind": QUESTION}
@@ -68,9 +60,8 @@ def main() -> None:
         for stage, step in enumerate(steps):
             positions, _, hidden, _ = drop(model, stage, step, hidden, positions, None, None)
             states.append(hidden[0, BEFORE:-QUESTION])
-        recordings.append(TokenRecording("pyramiddrop", "pyramiddrop", {"steps": steps}, drawn, mean, states))
-    save("pyramiddrop", recordings, "Cooperx521/PyramidDrop", checkout, f"{file}: {name}")
+        yield TokenRecording("pyramiddrop", "pyramiddrop", {"steps": steps}, drawn, mean, states)
 
 
 if __name__ == "__main__":
-    main()
+    run(recordings, "Cooperx521/PyramidDrop", f"{FILE}: {NAME}")

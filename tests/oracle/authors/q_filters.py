@@ -2,14 +2,14 @@
 the states is calibrated on its own prompt."""
 
 import ast
-import sys
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-from .recording import Recording, kept_columns, save
+from .recording import Recording, kept_columns
 from .released import definitions
+from .script import Recordings, run
 from .states import NAMES, States, cases, states
 
 MAKE, CACHE = "make_filters.py", "src/hf_cache.py"
@@ -18,10 +18,8 @@ LABELS = {"q-filters": 0, "q-filters, recent=64": 64}
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     theirs = definitions(checkout / CACHE, "QFiltersCache", Cache=object, Dict=dict, QFilters=None, **_TYPES)
-    recordings = []
     for name in NAMES:
         given = states(name)
         filters = made(checkout, given)
@@ -38,11 +36,7 @@ def main() -> None:
                     kept.append(kept_columns(cache.update(keys, values, 0)[0][0], keys[0]))
                 options = {"recent": window} if window else {}
                 known = {"filters": -filters}  # theirs point away from the queries
-                recordings.append(
-                    Recording(label, "q-filters", options, name, prompt, budget, torch.stack(kept), known=known)
-                )
-    functions = f"{MAKE}: the loop over svd_filters; {CACHE}: QFiltersCache.update"
-    save("q_filters", recordings, "NathanGodey/qfilters", checkout, functions)
+                yield Recording(label, "q-filters", options, name, prompt, budget, torch.stack(kept), known=known)
 
 
 _TYPES = {name: dict for name in ("Any", "List", "Optional", "Tuple", "Union")}
@@ -66,4 +60,5 @@ def made(checkout: Path, given: States) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main()
+    functions = f"{MAKE}: the loop over svd_filters; {CACHE}: QFiltersCache.update"
+    run(recordings, "NathanGodey/qfilters", functions)

@@ -1,14 +1,14 @@
 """Zefan-Cai/R-KV with run_math.py's lambda 0.07. It asserts that a budget exceeds the window. Its model cuts the prompt
 and then whenever the length is a multiple of 128; here after every 32 decoded tokens, as ours is told to."""
 
-import sys
 from pathlib import Path
 
 import torch
 
-from .recording import Recording, kept_columns, save
+from .recording import Recording, kept_columns
 from .released import definitions
-from .states import DECODED, NAMES, cases, states
+from .script import Recordings, prompts, run
+from .states import DECODED, NAMES, states
 
 WINDOW, INTERVAL = 8, 32
 
@@ -20,8 +20,7 @@ DIFFERENCES = {
 }
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     utils = definitions(checkout / "rkv/utils.py", "cal_similarity", "compute_attention_scores")
     names = {name: utils[name] for name in ("cal_similarity", "compute_attention_scores")}
     theirs = definitions(checkout / "rkv/compression/r1_kv.py", "R1KV", **names)["R1KV"]
@@ -39,19 +38,14 @@ def main() -> None:
                 ]
         return kept_columns(stored[0][0], keys[0, :, : prompt + decoded])
 
-    recordings = []
-    for name in NAMES:
-        for prompt, budget in cases(name):
-            for decoded in (0, DECODED):
-                if budget > WINDOW:
-                    kept = torch.stack(
-                        [keep(name, place, prompt, decoded, budget) for place in range(states(name).layers)]
-                    )
-                    options = {"decode_budget": budget, "decode_interval": INTERVAL} if decoded else {}
-                    recordings.append(Recording("r-kv", "r-kv", options, name, prompt, budget, kept, decoded))
-    functions = "rkv/compression/r1_kv.py: R1KV.update_kv; rkv/utils.py: cal_similarity, compute_attention_scores"
-    save("r_kv", recordings, "Zefan-Cai/R-KV", checkout, functions)
+    for name, prompt, budget in prompts():
+        for decoded in (0, DECODED):
+            if budget > WINDOW:
+                kept = torch.stack([keep(name, place, prompt, decoded, budget) for place in range(states(name).layers)])
+                options = {"decode_budget": budget, "decode_interval": INTERVAL} if decoded else {}
+                yield Recording("r-kv", "r-kv", options, name, prompt, budget, kept, decoded)
 
 
 if __name__ == "__main__":
-    main()
+    functions = "rkv/compression/r1_kv.py: R1KV.update_kv; rkv/utils.py: cal_similarity, compute_attention_scores"
+    run(recordings, "Zefan-Cai/R-KV", functions)

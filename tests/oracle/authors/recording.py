@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +38,7 @@ class Recording:
     budget: int
     kept: torch.Tensor = field(repr=False)
     decoded: int = 0
+    _: KW_ONLY
     ratio: float | None = None
     keys: torch.Tensor | None = field(default=None, repr=False)
     values: torch.Tensor | None = field(default=None, repr=False)

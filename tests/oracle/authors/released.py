@@ -47,6 +47,11 @@ def _run(path: Path, nodes: list[ast.stmt], constants: Mapping[int, int], given:
     return names
 
 
+def repeat_kv(states: torch.Tensor, groups: int) -> torch.Tensor:
+    """In place of transformers': every KV head for each of its query heads."""
+    return states.repeat_interleave(groups, 1)
+
+
 def attention(queries: torch.Tensor, keys: torch.Tensor, softmax: bool = True) -> torch.Tensor:
     """A prompt's causal attention (1, heads, tokens, tokens) in double precision, so that nothing that the authors'
     code adds to its sums rounds them away; before the softmax if not `softmax`."""

@@ -2,14 +2,14 @@
 entries: as a prompt that is one token longer. It looks at, and keeps, 1024 recent tokens; here a number that our short
 prompts exceed."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from .recording import Recording, kept_columns, save
-from .released import branch, definitions
+from .recording import Recording, kept_columns
+from .released import branch, definitions, repeat_kv
+from .script import Recordings, run
 from .states import NAMES, cases, states
 
 ATTENTION, MODEL = "LongBench/SimLayerKV_attention_llama.py", "LongBench/SimLayerKV_llama.py"
@@ -19,8 +19,7 @@ SINKS = 4
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
 
     def laziness(name: str, prompt: int, recent: int) -> list[float]:
         """What the last of these tokens spends on first and recent ones in each layer."""
@@ -32,7 +31,7 @@ def main() -> None:
             constants={1024: recent},
             scaled_dot_product_attention=scaled,
             apply_rotary_pos_emb=lambda queries, keys, cos, sin: (queries, keys),
-            repeat_kv=lambda states, groups: states.repeat_interleave(groups, 1),
+            repeat_kv=repeat_kv,
         )["ori_forward"]
         for place in range(given.layers):
             queries, keys, values = given.layer(place, slice(0, prompt))
@@ -74,12 +73,11 @@ def main() -> None:
         options = {"variant": "code", "lazy_threshold": threshold}
         return Recording("simlayerkv, variant=code", "simlayerkv", options, name, prompt, budget, torch.stack(kept))
 
-    recordings = [
+    yield from [
         recording(name, prompt, budget) for name in NAMES for prompt, budget in cases(name) if SINKS < budget < prompt
     ]
-    functions = f"{ATTENTION}: ori_forward; {MODEL}: LlamaModel.forward"
-    save("simlayerkv", recordings, "sail-sg/SimLayerKV", checkout, functions)
 
 
 if __name__ == "__main__":
-    main()
+    functions = f"{ATTENTION}: ori_forward; {MODEL}: LlamaModel.forward"
+    run(recordings, "sail-sg/SimLayerKV", functions)

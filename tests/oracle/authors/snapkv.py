@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from .recording import Recording, kept_columns, save
+from .recording import Recording, kept_columns
+from .script import Recordings, run
 from .states import cases, states
 
 STATES = "random_mha"
@@ -16,12 +17,11 @@ SETTINGS = {"": ("avgpool", 5), "paper": ("maxpool", 7)}  # init_snapkv's, and t
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     sys.path.insert(0, str(checkout / "snapkv" / "monkeypatch"))
     import snapkv_utils as theirs
 
-    given, recordings = states(STATES), []
+    given = states(STATES)
     for preset, (pooling, kernel) in SETTINGS.items():
         for prompt, budget in cases(STATES):
             if budget <= 32:
@@ -34,10 +34,9 @@ def main() -> None:
                 kept.append(kept_columns(stays[0], keys[0]))
             options = {"preset": preset} if preset else {}
             label = f"snapkv, its own repository{', preset=' if preset else ''}{preset}"
-            recordings.append(Recording(label, "snapkv", options, STATES, prompt, budget, torch.stack(kept)))
-    functions = "snapkv/monkeypatch/snapkv_utils.py: SnapKVCluster.update_kv"
-    save("snapkv", recordings, "FasterDecoding/SnapKV", checkout, functions)
+            yield Recording(label, "snapkv", options, STATES, prompt, budget, torch.stack(kept))
 
 
 if __name__ == "__main__":
-    main()
+    functions = "snapkv/monkeypatch/snapkv_utils.py: SnapKVCluster.update_kv"
+    run(recordings, "FasterDecoding/SnapKV", functions)

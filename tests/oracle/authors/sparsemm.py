@@ -1,13 +1,13 @@
 """CR400AF-A/SparseMM: the heads' capacities and what they keep, with scores that are drawn."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from .recording import Recording, kept_columns, save
+from .recording import Recording, kept_columns
 from .released import definitions
+from .script import Recordings, run
 from .states import NAMES, cases, states
 
 FILE, CLASS = "sparsemm/sparsemm_utils.py", "SparseMM"
@@ -21,8 +21,7 @@ DIFFERENCES: dict[str, tuple[float, str]] = {
 }
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
 
     def recording(label: str, name: str, prompt: int, budget: int, window: int) -> Recording:
         given, kept = states(name), []
@@ -52,15 +51,14 @@ def main() -> None:
         known = {"scores": torch.from_numpy(scores)}
         return Recording(label, "sparsemm", options, name, prompt, budget, torch.stack(kept), known=known)
 
-    recordings = [
+    yield from [
         recording(label, name, prompt, budget, window)
         for label, window in WINDOWS.items()
         for name in NAMES
         for prompt, budget in cases(name)
         if window < budget < prompt
     ]
-    save("sparsemm", recordings, "CR400AF-A/SparseMM", checkout, f"{FILE}: {CLASS}")
 
 
 if __name__ == "__main__":
-    main()
+    run(recordings, "CR400AF-A/SparseMM", f"{FILE}: {CLASS}")

@@ -3,23 +3,17 @@ recycling and clustering."""
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 
-from kvcompress.methods import make_method
-
-from .token_recording import Prompt, TokenRecording, released, save, through
+from .token_recording import Prompt, Recordings, TokenRecording, released, run, through
 
 BEFORE, IMAGES, QUESTION, LAYERS = 5, 576, 20, 32
 
-
-def ours(recording: TokenRecording) -> list[torch.Tensor]:
-    method = make_method(recording.method, **recording.options)
-    return through(Prompt.draw(**recording.drawn), method, recording.budget)
+ours = through
 
 
 class Layer:
@@ -37,10 +31,8 @@ class Layer:
         return hidden_states, None, weights
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     folder = checkout / "llava/model/language_model"
-    recordings = []
     for seed, retained in enumerate((192, 128, 96, 64)):
         os.environ["RETAIN_TOKN"] = str(retained)
         names = {"torch": torch, "BaseModelOutputWithPast": SimpleNamespace, "Cache": SimpleNamespace}
@@ -79,10 +71,9 @@ def main() -> None:
         counts = names["sparse_token_dict"][retained]
         label = "sparsevlm" if retained == 192 else f"sparsevlm, {retained}"
         options = {} if retained == 192 else {"counts": counts}
-        recordings.append(TokenRecording(label, "sparsevlm", options, drawn, retained, states))
-    functions = "modelling_sparse_llama.py: LlamaDynamicvitModel.forward; score.py, utils.py"
-    save("sparsevlms", recordings, "Gumpest/SparseVLMs", checkout, functions)
+        yield TokenRecording(label, "sparsevlm", options, drawn, retained, states)
 
 
 if __name__ == "__main__":
-    main()
+    functions = "modelling_sparse_llama.py: LlamaDynamicvitModel.forward; score.py, utils.py"
+    run(recordings, "Gumpest/SparseVLMs", functions)

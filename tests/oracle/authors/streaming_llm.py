@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 
-from .recording import Recording, kept_columns, save
-from .states import DECODED, NAMES, States, cases, states
+from .recording import Recording, kept_columns
+from .script import Recordings, prompts, run
+from .states import DECODED, States, states
 from .stepping import behind
 
 SINKS = 4
@@ -15,21 +16,16 @@ MOVED = (("random_gqa", 100, 20), ("random_mha", 100, 10))  # angles of recorded
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     sys.path[:0] = [str(checkout / "streaming_llm"), str(checkout / "streaming_llm/pos_shift")]
     import modify_llama
     from kv_cache import StartRecentKVCache
 
-    recordings = []
-    for name in NAMES:
-        for prompt, budget in cases(name):
-            for decoded in (0, DECODED):
-                kept, _ = _kept(StartRecentKVCache, states(name), prompt, decoded, budget)
-                options = {"decode_budget": budget, "decode_interval": 1} if decoded else {}
-                recordings.append(
-                    Recording("streamingllm", "streamingllm", options, name, prompt, budget, kept, decoded)
-                )
+    for name, prompt, budget in prompts():
+        for decoded in (0, DECODED):
+            kept, _ = _kept(StartRecentKVCache, states(name), prompt, decoded, budget)
+            options = {"decode_budget": budget, "decode_interval": 1} if decoded else {}
+            yield Recording("streamingllm", "streamingllm", options, name, prompt, budget, kept, decoded)
     for name, prompt, budget in MOVED:
         for decoded in (0, 20):
             given = states(name)
@@ -42,9 +38,7 @@ def main() -> None:
             options = {"positions": "cache"}
             options |= {"decode_budget": budget, "decode_interval": 1} if decoded else {}
             label = "streamingllm, positions=cache"
-            recordings.append(Recording(label, "streamingllm", options, name, prompt, budget, kept, decoded, keys))
-    functions = "kv_cache.py: StartRecentKVCache; pos_shift/modify_llama.py: apply_rotary_pos_emb_single"
-    save("streaming_llm", recordings, "mit-han-lab/streaming-llm", checkout, functions)
+            yield Recording(label, "streamingllm", options, name, prompt, budget, kept, decoded, keys=keys)
 
 
 def _kept(
@@ -63,4 +57,5 @@ def _kept(
 
 
 if __name__ == "__main__":
-    main()
+    functions = "kv_cache.py: StartRecentKVCache; pos_shift/modify_llama.py: apply_rotary_pos_emb_single"
+    run(recordings, "mit-han-lab/streaming-llm", functions)

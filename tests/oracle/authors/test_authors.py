@@ -56,6 +56,12 @@ def test_ours_keeps_what_the_authors_code_keeps_but_for_named_differences(fixtur
             assert not why or min(found) < 1, f"all are equal, so this is no difference: {why}"
 
 
+def test_merged_states_are_given_by_name_so_that_no_other_field_takes_them():
+    kept = torch.ones(1, 1, 2, dtype=torch.bool)
+    with pytest.raises(TypeError):
+        Recording("knorm", "knorm", {}, "tiny", 2, 2, kept, 0, torch.ones(1, 1, 2, 4))
+
+
 @pytest.mark.parametrize("fixture", fixtures())
 def test_every_named_difference_belongs_to_a_recording(fixture):
     names = [recording.name for recording in load(fixture)]

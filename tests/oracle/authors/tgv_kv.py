@@ -1,14 +1,14 @@
 """Danielement321/TGV-KV: layers and vision tokens by the question's attention; decoding evicts, each step."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from .recording import Recording, save
+from .recording import Recording
 from .released import attention, definitions
-from .states import DECODED, NAMES, WITH_IMAGE, cases, states
+from .script import Recordings, prompts, run
+from .states import DECODED, NAMES, WITH_IMAGE, states
 
 FILE = "kv_caches/tgv_kv.py"
 CLASS = "TGVKVCache"
@@ -26,8 +26,7 @@ DIFFERENCES = {
 }
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     colours = SimpleNamespace(YELLOW="", RESET="")
     theirs = definitions(checkout / FILE, CLASS, Fore=colours, DynamicCache=list)[CLASS]
 
@@ -56,19 +55,16 @@ def main() -> None:
             layer[:, columns.flatten()] = True
         return Recording(label, "tgv-kv", options, name, prompt, budget, kept, decoded)
 
-    recordings = []
-    for name in (*WITH_IMAGE, *NAMES):
-        for prompt, budget in cases(name):
-            if not 0 < states(name).vision[1] < prompt:
-                continue  # without an image, and a question behind it, there is nothing to divide by
-            recordings.append(recording("tgv-kv", name, prompt, budget, 0))
-            if name not in DECODING:
-                continue
-            part = {"decode_ratio": budget / prompt}
-            recordings.append(recording("tgv-kv", name, prompt, budget, DECODED, **part))
-            recordings.append(recording("tgv-kv, fixed size", name, prompt, budget, DECODED, decode_budget=budget))
-    save("tgv_kv", recordings, "Danielement321/TGV-KV", checkout, f"{FILE}: {CLASS}")
+    for name, prompt, budget in prompts((*WITH_IMAGE, *NAMES)):
+        if not 0 < states(name).vision[1] < prompt:
+            continue  # without an image, and a question behind it, there is nothing to divide by
+        yield recording("tgv-kv", name, prompt, budget, 0)
+        if name not in DECODING:
+            continue
+        part = {"decode_ratio": budget / prompt}
+        yield recording("tgv-kv", name, prompt, budget, DECODED, **part)
+        yield recording("tgv-kv, fixed size", name, prompt, budget, DECODED, decode_budget=budget)
 
 
 if __name__ == "__main__":
-    main()
+    run(recordings, "Danielement321/TGV-KV", f"{FILE}: {CLASS}")

@@ -1,14 +1,14 @@
 """SalesforceAIResearch/ThinK: what keys are after SnapKV and the pruning of channels (kv_pruning_utils.py). It repeats
 keys for the query heads of a KV head, so that only states with a KV head per query head say the same here."""
 
-import sys
 from pathlib import Path
 
 import torch
 
-from .recording import Recording, kept_columns, save
+from .recording import Recording, kept_columns
 from .released import definitions
-from .states import cases, states
+from .script import Recordings, prompts, run
+from .states import states
 
 FILE = "ThinK_eager/src/kv_pruning_utils.py"
 CLASS = "SnapKVCluster"
@@ -20,17 +20,13 @@ RECENT = 16  # no more than SnapKV's window: behind it their entries lie by scor
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     theirs = definitions(checkout / FILE, CLASS, "key_pruner_query_driven")[CLASS]
-    recordings = []
-    for name in STATES:
-        for prompt, budget in cases(name):
-            if prompt == states(name).prompt or not RECENT < budget < prompt:  # a small file
-                continue
-            for pruned, part in RATIOS.items():
-                recordings.append(recording(theirs, name, prompt, budget, pruned, part))
-    save("think", recordings, "SalesforceAIResearch/ThinK", checkout, f"{FILE}: {CLASS}.update_thinkv")
+    for name, prompt, budget in prompts(STATES):
+        if prompt == states(name).prompt or not RECENT < budget < prompt:  # a small file
+            continue
+        for pruned, part in RATIOS.items():
+            yield recording(theirs, name, prompt, budget, pruned, part)
 
 
 def recording(theirs: type, name: str, prompt: int, budget: int, pruned: float, part: float) -> Recording:
@@ -58,4 +54,4 @@ def _columns(some: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main()
+    run(recordings, "SalesforceAIResearch/ThinK", f"{FILE}: {CLASS}.update_thinkv")

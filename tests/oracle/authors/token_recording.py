@@ -8,7 +8,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from kvcompress.methods import make_method
 from kvcompress.tokens.base import Attention, TokenMethod, Tokens, Tower
 
 FIXTURES = Path(__file__).with_name("fixtures") / "tokens"
+Recordings = Iterator["TokenRecording"]
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,13 @@ def of_video(recording: TokenRecording, video: torch.Tensor) -> list[torch.Tenso
     return [hidden[chosen]]
 
 
-def through(prompt: Prompt, method: TokenMethod, budget: int) -> list[torch.Tensor]:
-    """The vision tokens' states (kept, size) that our method lets through at each of its steps."""
+def through(recording: TokenRecording) -> list[torch.Tensor]:
+    """The vision tokens' states (kept, size) of a drawn `Prompt` that our method lets through at each of its steps."""
+    prompt, method = Prompt.draw(**recording.drawn), make_method(recording.method, **recording.options)
     hidden, vision, layers = prompt.hidden, prompt.vision, len(prompt.weights)
     count, states = int(vision.sum()), []
     prepared = method.prepare(Tokens(vision, None, [count], hidden))
-    for layer, left in zip(method.layers(layers), method.budgets(budget, count, layers), strict=True):
+    for layer, left in zip(method.layers(layers), method.budgets(recording.budget, count, layers), strict=True):
         queries, keys = prompt.queries_and_keys(layer - 1, hidden)
         attention = Attention(queries, keys, keys.shape[-1] ** -0.5)
         scores = method.score(Tokens(vision, None, [left], attention=attention, prepared=prepared))
@@ -105,11 +107,12 @@ def through(prompt: Prompt, method: TokenMethod, budget: int) -> list[torch.Tens
     return states
 
 
-def chosen_of(prompt: Prompt, method: TokenMethod, budget: int) -> torch.Tensor:
-    """The vision tokens' embeddings (kept, size) that our method lets into the language model."""
-    tokens = Tokens(prompt.vision, None, [budget], prompt.hidden)
-    chosen, hidden = method.choose(method.score(tokens), tokens)
-    return hidden[chosen]
+def chosen(recording: TokenRecording) -> list[torch.Tensor]:
+    """The embeddings (kept, size) of a drawn `Prompt` that our method lets into the language model."""
+    prompt, method = Prompt.draw(**recording.drawn), make_method(recording.method, **recording.options)
+    tokens = Tokens(prompt.vision, None, [recording.budget], prompt.hidden)
+    stays, hidden = method.choose(method.score(tokens), tokens)
+    return [hidden[stays]]
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,12 @@ class Tile:
         return hidden[chosen]
 
 
+def seen(recording: TokenRecording) -> list[torch.Tensor]:
+    """The states of a drawn `Tile` that our method lets through."""
+    method = make_method(recording.method, **recording.options)
+    return [Tile.draw(**recording.drawn).seen_by(method, recording.budget)]
+
+
 def share(theirs: torch.Tensor, ours: torch.Tensor, tolerance: float = 1e-4) -> float:
     """The part of the states (tokens, size) that the two have in common, of the longer of them."""
     apart = (theirs[:, None] - ours[None]).abs().amax(-1)
@@ -166,6 +175,12 @@ def released(path: Path, name: str, namespace: dict[str, object]) -> Callable:
         argument.annotation = None
     exec(compile(ast.Module([node], []), str(path), "exec"), namespace)
     return namespace[name.split(".")[-1]]
+
+
+def run(recordings: Callable[[Path], Iterable[TokenRecording]], repository: str, functions: str) -> None:
+    """Write the fixture of the script that was started: `recordings` of the checkout that its argument names."""
+    checkout, name = Path(sys.argv[1]).resolve(), sys.modules["__main__"].__spec__.name.rpartition(".")[2]
+    save(name, list(recordings(checkout)), repository, checkout, functions)
 
 
 def save(name: str, recordings: Sequence[TokenRecording], repository: str, checkout: Path, functions: str) -> None:

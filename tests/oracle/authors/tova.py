@@ -6,26 +6,23 @@ from types import SimpleNamespace
 
 import torch
 
-from .recording import Recording, kept_columns, save
-from .states import DECODED, NAMES, States, cases, states
+from .recording import Recording, kept_columns
+from .script import Recordings, prompts, run
+from .states import DECODED, States, states
 from .stepping import attention, behind, passes
 
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     sys.path.insert(0, str(checkout / "src"))
     from tova_cache import TOVACache
 
-    recordings = []
-    for name in NAMES:
-        for prompt, budget in cases(name):
-            for decoded in (0, DECODED):
-                kept = _kept(TOVACache, states(name), prompt, decoded, budget)
-                options = {"decode_budget": budget} if decoded else {}
-                recordings.append(Recording("tova", "tova", options, name, prompt, budget, kept, decoded))
-    save("tova", recordings, "schwartz-lab-NLP/TOVA", checkout, "src/tova_cache.py: TOVACache.reduce")
+    for name, prompt, budget in prompts():
+        for decoded in (0, DECODED):
+            kept = _kept(TOVACache, states(name), prompt, decoded, budget)
+            options = {"decode_budget": budget} if decoded else {}
+            yield Recording("tova", "tova", options, name, prompt, budget, kept, decoded)
 
 
 def _kept(cache_class: type, given: States, prompt: int, decoded: int, budget: int) -> torch.Tensor:
@@ -42,4 +39,4 @@ def _kept(cache_class: type, given: States, prompt: int, decoded: int, budget: i
 
 
 if __name__ == "__main__":
-    main()
+    run(recordings, "schwartz-lab-NLP/TOVA", "src/tova_cache.py: TOVACache.reduce")

@@ -2,15 +2,15 @@
 head chooses by itself (`per_layer_perhead_pruning`), the prompt included. Each of the states is calibrated on its own
 prompt."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Optional
 
 import torch
 
-from .recording import Recording, save
+from .recording import Recording
 from .released import definitions
+from .script import Recordings, run
 from .states import NAMES, States, cases, states
 
 UTILS, CLASS = "triattention/methods/pruning_utils.py", "triattention/methods/triattention.py"
@@ -27,11 +27,9 @@ DIFFERENCES: dict[str, tuple[float, str]] = {
 }
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     utils = definitions(checkout / UTILS, *FUNCTIONS)
     theirs = definitions(checkout / CLASS, "TriAttention", Optional=Optional, **{k: utils[k] for k in FUNCTIONS})
-    recordings = []
     for name in NAMES:
         given = states(name)
         stats = statistics(given, utils)
@@ -45,9 +43,7 @@ def main() -> None:
                 indices = compressor.compute_keep_indices(entries)  # (layers, kv_heads, budget)
                 kept = torch.zeros(*indices.shape[:2], prompt, dtype=torch.bool).scatter(2, indices, True)
                 known = {"mean": mean, "norms": stats.norms}
-                recordings.append(Recording(label, "triattention", options, name, prompt, budget, kept, known=known))
-    functions = f"{UTILS}: {', '.join(FUNCTIONS)}; {CLASS}: TriAttention.compute_keep_indices"
-    save("triattention", recordings, "WeianMao/triattention", checkout, functions)
+                yield Recording(label, "triattention", options, name, prompt, budget, kept, known=known)
 
 
 def statistics(given: States, utils: dict) -> SimpleNamespace:
@@ -96,4 +92,5 @@ def made(cls: type, given: States, stats: SimpleNamespace, utils: dict, prompt: 
 
 
 if __name__ == "__main__":
-    main()
+    functions = f"{UTILS}: {', '.join(FUNCTIONS)}; {CLASS}: TriAttention.compute_keep_indices"
+    run(recordings, "WeianMao/triattention", functions)

@@ -1,29 +1,21 @@
 """dvlab-research/VisionZip: its CLIP tower's choice and merging, by its CLIP attention."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from kvcompress.methods import make_method
-
-from .token_recording import Tile, TokenRecording, released, save
+from .token_recording import Recordings, Tile, TokenRecording, released, run, seen
 
 SIDE = 24  # CLIP-L's
 
-
-def ours(recording: TokenRecording) -> list[torch.Tensor]:
-    method = make_method(recording.method, **recording.options)
-    return [Tile.draw(**recording.drawn).seen_by(method, recording.budget)]
+ours = seen
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     utils = {"torch": torch, "nn": torch.nn}
     attend = released(checkout / "visionzip/utils.py", "CLIPAttention_forward", utils)
     forward = released(checkout / "visionzip/clip_encoder.py", "CLIPVisionTower_VisionZip.forward", {"torch": torch})
-    recordings = []
     for seed, (dominant, contextual) in enumerate([(54, 10), (108, 20), (162, 30)]):
         drawn = {"seed": 10 * seed, "side": SIDE}
         tile = Tile.draw(**drawn)
@@ -34,9 +26,7 @@ def main() -> None:
         budget = dominant + contextual
         label = "visionzip" if budget == 64 else f"visionzip, {budget}"
         options = {} if budget == 64 else {"contextual": contextual / budget}
-        recordings.append(TokenRecording(label, "visionzip", options, drawn, budget, [states[0]]))
-    functions = "visionzip/clip_encoder.py: CLIPVisionTower_VisionZip.forward; utils.py: CLIPAttention_forward"
-    save("visionzip", recordings, "dvlab-research/VisionZip", checkout, functions)
+        yield TokenRecording(label, "visionzip", options, drawn, budget, [states[0]])
 
 
 class Tower:
@@ -65,4 +55,5 @@ def attended(tile: Tile, attend) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    main()
+    functions = "visionzip/clip_encoder.py: CLIPVisionTower_VisionZip.forward; utils.py: CLIPAttention_forward"
+    run(recordings, "dvlab-research/VisionZip", functions)

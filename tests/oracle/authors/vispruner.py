@@ -1,27 +1,19 @@
 """Theia-4869/VisPruner: encode_images, which chooses by its CLIP tower's attention and features."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from kvcompress.methods import make_method
-
-from .token_recording import Tile, TokenRecording, released, save
+from .token_recording import Recordings, Tile, TokenRecording, released, run, seen
 
 SIDE = 24  # CLIP-L's
 
-
-def ours(recording: TokenRecording) -> list[torch.Tensor]:
-    method = make_method(recording.method, **recording.options)
-    return [Tile.draw(**recording.drawn).seen_by(method, recording.budget)]
+ours = seen
 
 
-def main() -> None:
-    checkout = Path(sys.argv[1])
+def recordings(checkout: Path) -> Recordings:
     encode = released(checkout / "llava/model/llava_arch.py", "LlavaMetaForCausalLM.encode_images", {"torch": torch})
-    recordings = []
     for seed, (budget, important) in enumerate([(128, 0.5), (64, 0.5), (192, 0.2), (100, 1.0)]):
         drawn = {"seed": 10 * seed, "side": SIDE}
         tile = Tile.draw(**drawn)
@@ -37,10 +29,9 @@ def main() -> None:
         states, masks = encode(model, None)
         options = {} if important == 0.5 else {"important": important}
         label = "vispruner" if not options else f"vispruner, important={important}"
-        recordings.append(TokenRecording(label, "vispruner", options, drawn, budget, [states[masks]]))
-    functions = "llava/model/llava_arch.py: LlavaMetaForCausalLM.encode_images"
-    save("vispruner", recordings, "Theia-4869/VisPruner", checkout, functions)
+        yield TokenRecording(label, "vispruner", options, drawn, budget, [states[masks]])
 
 
 if __name__ == "__main__":
-    main()
+    functions = "llava/model/llava_arch.py: LlavaMetaForCausalLM.encode_images"
+    run(recordings, "Theia-4869/VisPruner", functions)
