@@ -12,6 +12,7 @@ from tests.support.families import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("registry")
 DEFINITION = python_blocks(DOCS / "adding-a-method.md")[0]
+TOKENS = next(block for block in python_blocks(DOCS / "adding-a-method.md") if "TokenMethod" in block)
 RULE = next(block for block in python_blocks(DOCS / "adding-a-method.md") if "register_layer_budget" in block)
 
 
@@ -50,6 +51,17 @@ def test_a_layer_budget_of_a_file_is_one_like_any_other(write, capsys):
     with kvcompress.compress(model, "snapkv", budget=8, window_size=4, layer_budget="first-half") as session:
         model.generate(**inputs, max_new_tokens=1)
     assert [len(session.cache.kept_indices(layer)[0][0]) for layer in range(4)] == [12, 12, 4, 4]
+
+
+def test_a_token_method_of_a_file_is_one_like_any_other(write):
+    write(mine=TOKENS)
+    family = FAMILIES["llava-onevision"]
+    model = family.build()
+    inputs = family.inputs(model, [60], [1])
+    vision = int((inputs["input_ids"] == model.config.image_token_id).sum())
+    with kvcompress.compress(model, "large-embeddings", 0.5) as session:
+        model.generate(**inputs, max_new_tokens=1)
+    assert len(session.cache.kept_indices(0)[0][0]) == 60 - vision + round(vision / 2)
 
 
 def test_a_file_without_a_method_cannot_be_checked(write, tmp_path):
