@@ -162,7 +162,12 @@ class CompressedCache(DynamicCache):
                 "create a new one, or reset() it"
             )
         if not batch or not columns:
-            raise KVCompressError(f"there is no token to process: input_ids have the shape ({batch}, {columns})")
+            reason = (
+                "" if is_first else f"; a prompt that goes on must be longer than the {self.seen_tokens} tokens before"
+            )
+            raise KVCompressError(
+                f"there is no token to process: input_ids have the shape ({batch}, {columns}){reason}"
+            )
         if not is_first and batch != len(memory.log.lengths):
             raise KVCompressError(f"the CompressedCache holds {len(memory.log.lengths)} rows, the input has {batch}")
         if columns == 1 and not is_first:

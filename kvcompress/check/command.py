@@ -68,9 +68,9 @@ def methods_of(file: Path | None, name: str, options: dict[str, str], seed: int)
 
     if file is not None:
         os.environ.pop(FILES, None)  # its files may define methods with the same names
-        names = import_file(file, name)
+        names = [each for each in import_file(file, name) if method_info(each).cls.is_checkable]
         if not names:
-            raise KVCompressError(f"{name} registers layer budgets only: there is no method to check")
+            raise KVCompressError(f"{name} registers no KV method: there is nothing to check")
     else:
         names = [method_info(name).name]
     found = [Checked(each, options, seed) for each in names]

@@ -22,6 +22,7 @@ class KVCluster(Method):
     defaults; a user's option of the same name overrides them.
     """
 
+    is_checkable: ClassVar[bool] = True
     layer_budget: ClassVar[str] = "uniform"  # how layers share the budget: a name in `kvcompress.layer_budgets`
     head_budget: ClassVar[str] = "uniform"  # how KV heads do: uniform, shared, or one of `selection.ADAPTIVE`
     safeguard: ClassVar[float] = 0.2  # with adaptive heads, the part of its even share that each head is guaranteed

@@ -46,6 +46,10 @@ def _parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
+def _system(role: Any) -> Any:
+    return "system" if role == "developer" else role  # OpenAI's newer name
+
+
 def _several(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
@@ -55,12 +59,16 @@ StopString = Annotated[str, StringConstraints(min_length=1)]
 
 
 class Message(_Strict):
-    role: Literal["system", "user", "assistant"]
+    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_system)]
     content: Annotated[list[Part], BeforeValidator(_parts), Field(min_length=1)]
 
 
 class StreamOptions(_Strict):
     include_usage: bool = False
+
+
+class TextFormat(_Strict):
+    type: Literal["text"]
 
 
 class Asked(_Strict):
@@ -85,6 +93,9 @@ class Asked(_Strict):
     # Accepted where they ask for what is done anyway:
     n: Literal[1] | None = None
     logprobs: Literal[False] | None = None
+    top_logprobs: Literal[0] | None = None
+    response_format: TextFormat | None = None
+    store: Literal[False] | None = None
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     # Notes of the client:

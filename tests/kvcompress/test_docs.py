@@ -43,7 +43,7 @@ def test_the_example_method_is_registered_and_keeps_the_largest_values(example, 
 
 
 def test_the_example_with_attention_keeps_sinks_and_a_window(example):
-    definition, _, with_attention, _ = python_blocks(DOCS / "adding-a-method.md")
+    definition, _, with_attention, *_ = python_blocks(DOCS / "adding-a-method.md")
     exec(definition, example)
     exec(with_attention, example)
     with kvcompress.compress(example["model"], "value-attention", 0.3) as session:

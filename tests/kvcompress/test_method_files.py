@@ -53,7 +53,7 @@ def test_a_layer_budget_of_a_file_is_one_like_any_other(write, capsys):
     assert [len(session.cache.kept_indices(layer)[0][0]) for layer in range(4)] == [12, 12, 4, 4]
 
 
-def test_a_token_method_of_a_file_is_one_like_any_other(write):
+def test_a_token_method_of_a_file_is_one_like_any_other(write, capsys):
     write(mine=TOKENS)
     family = FAMILIES["llava-onevision"]
     model = family.build()
@@ -62,12 +62,17 @@ def test_a_token_method_of_a_file_is_one_like_any_other(write):
     with kvcompress.compress(model, "large-embeddings", 0.5) as session:
         model.generate(**inputs, max_new_tokens=1)
     assert len(session.cache.kept_indices(0)[0][0]) == 60 - vision + round(vision / 2)
+    assert "not checked" not in capsys.readouterr().err  # `kvcompress check` is for KV methods
 
 
-def test_a_file_without_a_method_cannot_be_checked(write, tmp_path):
-    write(mine=RULE)
-    with pytest.raises(KVCompressError, match="layer budgets only"):
+@pytest.mark.parametrize("text", [RULE, TOKENS], ids=["a layer budget", "a token method"])
+def test_a_file_without_a_kv_method_cannot_be_checked(write, tmp_path, text):
+    write(mine=text)
+    with pytest.raises(KVCompressError, match="registers no KV method"):
         check_main([str(tmp_path / "mine.py")])
+
+
+def test_the_variable_is_not_named_where_it_names_another_file():
     with pytest.raises(KVCompressError, match=r"^there is no Python file other\.py"):  # the variable does not name it
         check_main(["other.py"])
 

@@ -532,3 +532,10 @@ def test_a_model_of_ones_own_gets_its_cache_by_the_name_that_its_forward_has(nam
     with compress() as expected:
         assert MODEL.generate(**INPUTS, max_new_tokens=3, do_sample=False).equal(tokens)
     assert session.cache.realised_ratios() == expected.cache.realised_ratios()
+
+
+def test_a_prompt_that_goes_on_with_nothing_new_says_how_long_it_must_be():
+    with compress() as session, torch.no_grad():
+        MODEL(**INPUTS)
+        with pytest.raises(KVCompressError, match="longer than the 40 tokens before"), session.reuse() as cache:
+            MODEL.generate(**INPUTS, past_key_values=cache, max_new_tokens=1)

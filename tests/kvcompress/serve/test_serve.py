@@ -195,6 +195,14 @@ def test_a_field_that_is_null_is_not_given(client):
     assert given.json()["choices"] == client.post(CHAT, json=body()).json()["choices"]
 
 
+def test_a_field_that_asks_for_what_is_done_anyway_is_accepted(client):
+    same = {"n": 1, "logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}, "store": False}
+    system = [{"role": "system", "content": "be short"}, *HELLO]
+    developer = [{"role": "developer", "content": "be short"}, *HELLO]
+    given = client.post(CHAT, json=body(developer, **same))
+    assert given.json()["choices"] == client.post(CHAT, json=body(system)).json()["choices"]
+
+
 def test_an_answer_ends_at_its_length(client):
     cut = client.post(CHAT, json=body(question(0)[0], max_completion_tokens=1)).json()
     assert (cut["choices"][0]["finish_reason"], cut["usage"]["completion_tokens"]) == ("length", 1)
@@ -238,6 +246,7 @@ WRONG = {
     "exceed 8192": {"messages": [{"role": "user", "content": "red " * 9000}]},
     "temperature: Input should be less than or equal to 2": {"temperature": 3},
     "n: Input should be 1": {"n": 2},
+    "response_format.type: Input should be 'text'": {"response_format": {"type": "json_object"}},
     "this server fetches nothing": {
         "messages": [{"role": "user", "content": [{**PIXEL, "image_url": {"url": "http://127.0.0.1/x.png"}}]}]
     },
