@@ -162,10 +162,8 @@ class CompressedCache(DynamicCache):
                 "create a new one, or reset() it"
             )
         if not batch or not columns:
-            longer = "" if is_first else f"; a prompt must be longer than the {self.seen_tokens} tokens before it"
-            raise KVCompressError(
-                f"there is no token to process: input_ids have the shape ({batch}, {columns})" + longer
-            )
+            more = "" if is_first else f"; a prompt must be longer than the {self.seen_tokens} tokens before it"
+            raise KVCompressError(f"there is no token to process: input_ids have the shape ({batch}, {columns})" + more)
         if not is_first and batch != len(memory.log.lengths):
             raise KVCompressError(f"the CompressedCache holds {len(memory.log.lengths)} rows, the input has {batch}")
         if columns == 1 and not is_first:
