@@ -88,7 +88,7 @@ def test_artifacts_that_are_put_into_one_folder_make_a_results_folder(sweep, run
     assert len((tmp_path / "results" / "report" / "cells.csv").read_text().splitlines()) == 1 + 3
     assert main(["leaderboard", "--check", "results"]) == 0
     assert main(["leaderboard", "results"]) == 0
-    assert "(3 cells in 1 tables" in capsys.readouterr().out
+    assert "(3 rows in 1 table," in capsys.readouterr().out
 
 
 @pytest.fixture
