@@ -139,7 +139,14 @@ class Choice:
         shares = self.policy.layer_budget.budgets(evictable(candidates.view))
         view = with_budgets(candidates.view, shares[self.place])
         kept = self.policy.cluster.update_kv(self._queries(candidates), candidates.keys, candidates.values, view)
-        return self._counted(candidates, kept, view)
+        return self._counted(candidates, self._checked(kept), view)
+
+    def _checked(self, kept: object) -> Kept:
+        """Return what `update_kv` returned. Raises KVCompressError if it is no `Kept`."""
+        if not isinstance(kept, Kept):
+            place = f"{type(self.policy.cluster).__name__}.update_kv"
+            raise KVCompressError(f"{place} returned {type(kept).__name__}: it must be kvcompress.Kept")
+        return kept
 
     def assess(self, candidates: Candidates) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Score a prompt that waits, and measure it for the layer budget rule.
@@ -267,7 +274,7 @@ class Choice:
                 kept = replace(kept, noted=self._note_of_all(kept.keys, kept.values, view))
             kept = replace(kept, total=kept.indices.numel() if view.padding is None else None, held=held)
             return kept if kept.sums is None else replace(kept, sums=self.policy.cluster.carried(kept.sums, view))
-        result = self.policy.cluster.update_kv(queries, kept.keys, kept.values, view)
+        result = self._checked(self.policy.cluster.update_kv(queries, kept.keys, kept.values, view))
         if fills_all_slots(view):
             return replace(result, indices=kept.indices.gather(2, result.indices), total=result.indices.numel())
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill_(result.indices < 0, -1)

@@ -118,7 +118,10 @@ class KVCluster(Method):
     def keep(self, scores: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> Kept:
         """Select, gather and merge entries by their scores (batch, kv_heads, keys)."""
         sums = None if view.sums is None else self.carried(view.sums, view)
-        kept = gather(keys, values, self.select(scores, view), sums)
+        chosen = self.select(scores, view)
+        if not isinstance(chosen, torch.Tensor) or chosen.dtype != torch.long or chosen.shape[:2] != keys.shape[:2]:
+            raise KVCompressError(f"{type(self).__name__}.select must return a LongTensor (batch, kv_heads, kept)")
+        kept = gather(keys, values, chosen, sums)
         kept = replace(kept, noted=self.note(kept, keys, view))
         merge = view.settings.merge or self.merge
         if merge != "none":

@@ -168,6 +168,28 @@ def test_scores_of_another_shape_or_kind_are_one_line(given, said):
         scores_of(Wrong().score, None, keys, keys, view)
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("select", None, r"Wrong.select must return a LongTensor"),
+        ("select", torch.zeros(2, 1, 3), r"Wrong.select must return a LongTensor"),
+        ("select", torch.zeros(1, 1, dtype=torch.long), r"Wrong.select must return a LongTensor"),
+        ("update_kv", None, r"Wrong.update_kv returned NoneType: it must be kvcompress.Kept"),
+        ("update_kv", (1, 2), r"Wrong.update_kv returned tuple: it must be kvcompress.Kept"),
+    ],
+)
+@pytest.mark.parametrize("decode_budget", [None, 9])
+def test_a_choice_of_another_kind_is_one_line(name, given, said, decode_budget):
+    """Of a prompt, and while decoding, where the prompt is shorter than the budget."""
+    wrong = type("Wrong", (SummedKVCluster,), {name: lambda self, *_: given})
+    kvcompress.register_method("wrong-kind")(wrong)
+    model, size = FAMILIES["qwen2"].build(), {"ratio": 0.5} if decode_budget is None else {"ratio": 1.0}
+    inputs = FAMILIES["qwen2"].inputs(model, [20])
+    options = {} if decode_budget is None else {"decode_budget": decode_budget, "decode_interval": 1}
+    with kvcompress.compress(model, "wrong-kind", **size, **options), pytest.raises(KVCompressError, match=said):
+        generate(model, inputs, 3)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("padding", [None, torch.tensor([[0], [3]])])
 def test_scores_of_any_dtype_are_read_as_fp32(dtype, padding):
