@@ -4,7 +4,7 @@ It is plain fp32 attention with repeated KV heads and no code of kvcompress. Wro
 in the compressed cache all show up as a difference in logits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, LogitsProce
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+NAME = "kvcompress_reference"
 # [layer][row][kv_head] -> columns of the sequence; None for a layer that is not compressed
 Kept = list[list[list[torch.Tensor]] | None]
 
@@ -46,19 +47,36 @@ def only_attending_to(model: torch.nn.Module, kept: Kept | dict[int, Kept]) -> I
         if attention_mask is not None:  # for a first prompt it is complete: Gemma 3's images see themselves both ways
             visible = visible & attention_mask if first else attention_mask.expand_as(visible).clone()
         visible[..., first:] |= torch.eye(new, dtype=torch.bool, device=key.device)[-query.shape[2] :]  # pads: no NaN
-        logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
-        weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)
-        return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
+        return attended(query, key, value, visible, scaling)[0], None
 
+    with attending_by(model, attention):
+        yield
+
+
+@contextmanager
+def attending_by(model: torch.nn.Module, attention: Callable[..., tuple]) -> Iterator[None]:
+    """Let the model's attention be computed by a function with transformers' arguments, under sdpa's masks."""
     config = model.config.get_text_config(decoder=True)
     before = config._attn_implementation
-    AttentionInterface.register("masked_reference", attention)
-    AttentionMaskInterface.register("masked_reference", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    config._attn_implementation = "masked_reference"
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    config._attn_implementation = NAME
     try:
         yield
     finally:
         config._attn_implementation = before
+
+
+def attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute plain attention under `visible`, bool (batch, 1 or heads, queries, keys).
+
+    Returns the output (batch, queries, heads, head_dim) and the weights (batch, heads, queries, keys)."""
+    groups = query.shape[1] // key.shape[1]
+    logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
+    weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)
+    return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), weights
 
 
 def keys_of(module: torch.nn.Module) -> int:

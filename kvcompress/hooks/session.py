@@ -395,6 +395,6 @@ class Session:
         if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length()):
             raise KVCompressError(
                 f"past_key_values is a {type(cache).__name__} with {cache.get_seq_length()} tokens: inside "
-                "compress(..., cache_implementation=...) it must be a CompressedCache or absent"
+                "compress(...), which takes cache_implementation=, it must be a CompressedCache or absent"
             )
         return CompressedCache(self.model.config, **self._new_cache)

@@ -196,7 +196,7 @@ class CompressedPagedCache(PagedAttentionCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by attention modules, leave it to the attention function, which knows what it reads, to `store`."""
+        """Pass states on to the attention function, which knows what it reads and calls `store`."""
         if not MODULES_STORE:
             return self.store(key_states, value_states, layer_idx, kwargs)
         kwargs["cache"] = self

@@ -5,14 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-)
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import kvcompress
-from kvcompress.check.reference import generate
+from kvcompress.check.reference import attended, attending_by, generate
 from tests.support.families import FAMILIES, MORE_FAMILIES
 
 NEW = 3
@@ -59,21 +54,12 @@ def hidden_from(model: torch.nn.Module, kept: list[list[list[int]]]) -> Iterator
             hidden = sorted(set(range(columns)) - set(listed) - set(range(max(listed) + 1, columns)))
             visible[row, ..., hidden] = False
         visible[..., -new:] |= torch.eye(new, dtype=torch.bool)  # pads and dropped tokens: no NaN
-        groups = query.shape[1] // key.shape[1]
-        logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
-        weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)
+        output, weights = attended(query, key, value, visible, scaling)
         noted.append(weights)
-        return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
+        return output, None
 
-    config = model.config.get_text_config(decoder=True)
-    before = config._attn_implementation
-    AttentionInterface.register("hidden_from", attention)
-    AttentionMaskInterface.register("hidden_from", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    config._attn_implementation = "hidden_from"
-    try:
+    with attending_by(model, attention):
         yield noted
-    finally:
-        config._attn_implementation = before
 
 
 def full_attention(model: torch.nn.Module, inputs: dict) -> tuple[torch.Tensor, ...]:
@@ -141,18 +127,25 @@ def video_batch(family: str, frames: list[int]) -> tuple[torch.nn.Module, dict, 
     return model, inputs, of_frames
 
 
-def of_video(method: str, family: str, ratio: float, **options: object) -> tuple[list, torch.Tensor, list]:
-    """Generate from two videos; logits must be those of the full model in which what was dropped is hidden, at ratio 1
-    bit for bit. Returns each row's kept columns, the states that enter the language model, and the frames' columns."""
-    model, inputs, of_frames = video_batch(family, [8, 8] if family == "llava-onevision" else [7, 5])
-    with entering(model, 0) as states:
-        _, full_logits = generate(model, inputs, NEW)
+def as_hidden(model: torch.nn.Module, inputs: dict, method: str, ratio: float, **options: object) -> tuple:
+    """Generate; logits must be those of the full model in which what was dropped is hidden. Returns the kept columns,
+    the tokens and the logits."""
     with kvcompress.compress(model, method, ratio, **options) as session:
         tokens, logits = generate(model, inputs, NEW)
     kept = kept_columns(session.cache)
     with hidden_from(model, kept):
         _, expected = generate(model, inputs, NEW, forced=tokens)
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    return kept, tokens, logits
+
+
+def of_video(method: str, family: str, ratio: float, **options: object) -> tuple[list, torch.Tensor, list]:
+    """Generate from two videos; logits must be those of the full model in which what was dropped is hidden, at ratio 1
+    bit for bit. Returns each row's kept columns, the states that enter the language model, and the frames' columns."""
+    model, inputs, of_frames = video_batch(family, [8, 8] if family == "llava-onevision" else [7, 5])
+    with entering(model, 0) as states:
+        _, full_logits = generate(model, inputs, NEW)
+    kept, _, logits = as_hidden(model, inputs, method, ratio, **options)
     if ratio == 1:
         assert torch.equal(logits, full_logits)
     return kept[0], states[0], of_frames

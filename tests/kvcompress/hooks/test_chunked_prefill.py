@@ -8,15 +8,14 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, Qwen2Config, Qwen2ForCausalLM
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 import kvcompress
 from kvcompress.cache.choice import Choice
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.new_tokens import NewTokens
 from kvcompress.check.promises import LargestTensor
-from kvcompress.check.reference import generate
+from kvcompress.check.reference import attended, attending_by, generate
 from kvcompress.errors import KVCompressError
 from kvcompress.policy.make import make_policy
 from tests.support.calibrations import calibration_of
@@ -82,20 +81,11 @@ def attending_pass_by_pass(model: torch.nn.Module, history: dict[int, list]) -> 
         if attention_mask is not None:
             visible = visible & attention_mask
         visible = visible | torch.eye(columns, dtype=torch.bool)  # pads: no NaN
-        groups = query.shape[1] // key.shape[1]
-        logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
-        weights = logits.masked_fill(~visible.repeat_interleave(groups, 1), float("-inf")).softmax(-1)
-        return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
+        visible = visible.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        return attended(query, key, value, visible, scaling)[0], None
 
-    config = model.config.get_text_config(decoder=True)
-    before = config._attn_implementation
-    AttentionInterface.register("pass_reference", attention)
-    AttentionMaskInterface.register("pass_reference", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    config._attn_implementation = "pass_reference"
-    try:
+    with attending_by(model, attention):
         yield
-    finally:
-        config._attn_implementation = before
 
 
 def with_tokens(inputs: dict, tokens: torch.Tensor) -> dict:

@@ -138,8 +138,11 @@ def test_a_pass_that_a_reader_of_hidden_states_ran_serves_all_methods(family):
     def checkpoint(method):
         return {"checkpoint": checkpoint_for(method, model)} if method in LEARNED else {}
 
-    first = answer(model, inputs, "kvzap", 0.5, pass_of(model, inputs), **checkpoint("kvzap"))[-1]
+    known = pass_of(model, inputs)
+    first = answer(model, inputs, "kvzap", 0.5, known, **checkpoint("kvzap"))[-1]
     assert not first.is_known, "the pass has no hidden states"
+    assert first.prompt_pass.seconds == known.seconds
+    assert first.prompt_pass.second_passes is known.second_passes
     for method in ("kvzap", "fastkvzip", "snapkv", "kvzip"):
         ours = answer(model, inputs, method, 0.3, first.prompt_pass, **checkpoint(method))
         assert ours[-1].is_known

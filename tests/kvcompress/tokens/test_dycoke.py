@@ -5,14 +5,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-)
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import kvcompress
-from kvcompress.check.reference import generate
+from kvcompress.check.reference import attended, attending_by, generate
 from tests.support.examples import paired
 from tests.support.token_methods import (
     TOLERANCE,
@@ -54,8 +49,7 @@ def hiding_while_decoding(model: torch.nn.Module, first: int, drop: float, visio
 
     def attention(module, query, key, value, attention_mask, scaling, **kwargs):
         nonlocal before, hidden
-        groups, columns, is_step = query.shape[1] // key.shape[1], key.shape[2], query.shape[2] == 1
-        logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
+        columns, is_step = key.shape[2], query.shape[2] == 1
         if attention_mask is None:
             visible = torch.ones(query.shape[2], columns, dtype=torch.bool).tril(columns - query.shape[2])
         else:
@@ -63,7 +57,7 @@ def hiding_while_decoding(model: torch.nn.Module, first: int, drop: float, visio
             visible = attention_mask | itself if query.shape[2] > 1 else attention_mask
         if is_step and module.layer_idx >= first:
             visible = visible.expand(len(query), 1, 1, columns) & ~hidden[:, None, None]
-        weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)
+        output, weights = attended(query, key, value, visible, scaling)
         if is_step and module.layer_idx == first - 1:
             now = weights.mean(1)[:, 0].double()
             hidden = torch.zeros(len(query), columns, dtype=torch.bool)
@@ -75,17 +69,10 @@ def hiding_while_decoding(model: torch.nn.Module, first: int, drop: float, visio
                     hidden[row, [c for i, c in enumerate(places.tolist()) if i not in best]] = True
             before = now
             whole.append(int((~hidden.any(1)).sum()))
-        return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
+        return output, None
 
-    config = model.config.get_text_config(decoder=True)
-    before_entering = config._attn_implementation
-    AttentionInterface.register("hiding_while_decoding", attention)
-    AttentionMaskInterface.register("hiding_while_decoding", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    config._attn_implementation = "hiding_while_decoding"
-    try:
+    with attending_by(model, attention):
         yield whole
-    finally:
-        config._attn_implementation = before_entering
 
 
 @pytest.mark.parametrize(

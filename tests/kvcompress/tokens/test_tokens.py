@@ -356,3 +356,21 @@ def test_frames_are_known_also_where_generate_encodes_the_video_before_the_model
         kept.append(session.cache.kept_indices(1)[::2])
     kept = [[[head.tolist() for head in row] for row in rows] for rows in kept]
     assert kept[0] == kept[1] == kept[2]
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("evs", {"preset": "q70"}),
+        ("framefusion", {"ratio": 0.4, "similarity": 0.0}),
+        ("vidcom2", {"preset": "r25"}),
+    ],
+)
+def test_videos_of_different_length_in_a_batch_decode_as_each_alone(method, options):
+    model, inputs, _ = video_batch("qwen2.5-vl", [7, 5])
+    with kvcompress.compress(model, method, **options):
+        tokens, logits = generate(model, inputs, NEW)
+    model, solo, _ = video_batch("qwen2.5-vl", [7])
+    with kvcompress.compress(model, method, **options):
+        _, alone = generate(model, solo, NEW, forced=tokens[:1])
+    torch.testing.assert_close(logits[0], alone[0], atol=TOLERANCE, rtol=0)

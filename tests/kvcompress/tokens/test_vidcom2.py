@@ -10,13 +10,10 @@ from kvcompress.check.reference import generate
 from kvcompress.tokens.vidcom2 import kept_of_frames
 from tests.support.examples import paired
 from tests.support.token_methods import (
-    NEW,
-    TOLERANCE,
     VIDEO_FAMILIES,
     batch,
     budget,
     of_video,
-    video_batch,
 )
 
 
@@ -75,16 +72,6 @@ def test_an_unusual_frame_keeps_more_and_every_frame_one_if_there_are_as_many():
     counts = kept_of_frames(video, 30).sum(1).tolist()
     assert counts[4] > 1.5 * max(counts[:4] + counts[5:])
     assert kept_of_frames(video, 110)[4].all()  # and what it cannot take goes to the others
-
-
-def test_rows_of_different_length_decode_as_each_alone():
-    model, inputs, _ = video_batch("qwen2.5-vl", [7, 5])
-    with kvcompress.compress(model, "vidcom2", preset="r25"):
-        tokens, logits = generate(model, inputs, NEW)
-    model, solo, _ = video_batch("qwen2.5-vl", [7])
-    with kvcompress.compress(model, "vidcom2", preset="r25"):
-        _, alone = generate(model, solo, NEW, forced=tokens[:1])
-    torch.testing.assert_close(logits[0], alone[0], atol=TOLERANCE, rtol=0)
 
 
 def test_an_image_that_does_not_fit_the_budget_is_one_clear_line():
