@@ -75,8 +75,9 @@ class WindowKVCluster(KVCluster):
 class SnapKVCluster(WindowKVCluster):
     """Keeps the observation window and the keys that its queries attend to most (section 4, listing 1).
 
-    A key's score is the mean of the queries' weights, pooled. With `variant="effivlm"` the window is a tenth of the
-    budget; while decoding it is at most `window_size`, the number of queries that are remembered."""
+    A key's score is its mean weight over the window's queries and a KV head's query heads, pooled over the keys. With
+    `variant="effivlm"` the window is a tenth of the budget; while decoding it is at most `window_size`, the number of
+    queries that are remembered."""
 
     variant: Literal["paper", "effivlm"] = "paper"
 

@@ -39,7 +39,7 @@ class Job:
     is_cancelled: bool = False
     error: Exception | None = None
 
-    def heard(self, tokens: list[int]) -> bool:
+    def ends_after(self, tokens: list[int]) -> bool:
         """Hand on the tokens so far; return True if the answer ends here."""
         return self.is_cancelled or self.on_tokens(tokens)
 
@@ -174,4 +174,4 @@ class _Arrivals:
                 raise StopIteration
             job = worker._taken[self._index] = worker._waiting.popleft()
         self._index += 1
-        return Request(job.inputs, job.options, job.seed, job.heard)
+        return Request(job.inputs, job.options, job.seed, job.ends_after)

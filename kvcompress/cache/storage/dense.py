@@ -16,7 +16,7 @@ class DenseStorage(Storage):
         room: new tokens to allocate room for; None: an eighth more.
     """
 
-    behind = 0  # `segments` counts appended tokens
+    behind = 0  # lengths in `segments` include appended tokens
 
     def __init__(self, keys, values, indices, pads, room: int | None):
         self.entries = self.length = keys.shape[2]
