@@ -10,6 +10,7 @@ from ..kernels.quantization import PACKAGES, check_bits
 from ..methods import MethodInfo, list_methods, make_method, method_info, method_name
 from ..scoring.budget import Budget
 from ..scoring.merging import MERGES
+from ..scoring.selection import ADAPTIVE
 from ..tokens.base import TokenMethod
 from .conflicts import (
     BIASES,
@@ -113,6 +114,9 @@ def _check_parts(policy: Policy, info: MethodInfo, scored_by: MethodInfo) -> Non
         check_conflicts(policy, SCORER)
         if scored_by.name == "full" or scored_by.cls.update_kv is not KVCluster.update_kv:
             raise KVCompressError(f"method {scored_by.name!r} cannot be a scorer: it does not choose by scores")
+    heads = ["uniform", "shared", *ADAPTIVE]
+    if policy.head_budget not in heads:  # a class attribute, which is not validated
+        raise unknown_name("there is no head_budget", policy.head_budget, heads)
     merges = ["none", *MERGES]
     if policy.chosen("merge") not in merges:
         raise unknown_name("there is no merge", policy.chosen("merge"), merges)

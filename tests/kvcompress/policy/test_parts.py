@@ -199,6 +199,13 @@ def test_an_unknown_preset_is_an_error_that_names_those_that_there_are(method, m
         make_policy(method, 0.5, preset="x")
 
 
+def test_a_head_budget_that_a_method_misspells_is_an_error(registry):
+    misspelt = type("Misspelt", (PublishedKVCluster,), {"head_budget": "adaptve"})
+    kvcompress.register_method("misspelt")(misspelt)
+    with pytest.raises(kvcompress.KVCompressError, match=r"no head_budget 'adaptve' \(did you mean 'adaptive'"):
+        make_policy("misspelt", 0.5)
+
+
 @pytest.mark.usefixtures("published")
 def test_a_variant_prescribes_layer_budget_and_schedule_unless_they_are_given():
     code, paper = (make_policy("published", 0.5, variant=variant) for variant in ("code", "paper"))
