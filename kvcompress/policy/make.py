@@ -46,6 +46,9 @@ def make_policy(
         if preset not in info.presets:
             raise unknown_name(f"method {info.name!r} has no preset", preset, info.presets)
         published = dict(info.presets[preset])
+        for name in published:
+            if name not in (valid.keys() | {"ratio", "budget"}):
+                raise unknown_name(f"preset {preset!r} of method {info.name!r} sets no option", name, valid)
         size = {name: published.pop(name) for name in ("ratio", "budget") if name in published}
         is_resized = bool(size) and not (ratio is None and budget is None)
         if size and not is_resized:

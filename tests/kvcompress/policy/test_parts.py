@@ -199,6 +199,13 @@ def test_an_unknown_preset_is_an_error_that_names_those_that_there_are(method, m
         make_policy(method, 0.5, preset="x")
 
 
+def test_a_preset_that_sets_what_is_no_option_is_an_error(registry):
+    misspelt = type("Misspelt", (PublishedKVCluster,), {"presets": {"longbench": {"window_siz": 8}}})
+    kvcompress.register_method("misspelt")(misspelt)
+    with pytest.raises(kvcompress.KVCompressError, match=r"preset 'longbench' of .* no option 'window_siz' \(did you"):
+        make_policy("misspelt", 0.5, preset="longbench")
+
+
 def test_a_head_budget_that_a_method_misspells_is_an_error(registry):
     misspelt = type("Misspelt", (PublishedKVCluster,), {"head_budget": "adaptve"})
     kvcompress.register_method("misspelt")(misspelt)
