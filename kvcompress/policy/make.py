@@ -25,7 +25,7 @@ from .conflicts import (
     SCORER,
     check_conflicts,
 )
-from .options import STORAGE_OPTIONS, Engine, all_options
+from .options import STORAGE_OPTIONS, TAKEN, Engine, all_options
 from .policy import Policy
 
 
@@ -59,6 +59,10 @@ def make_policy(
     scored_by = info if scorer is None else method_info(scorer)
     if scored_by is not info and issubclass(scored_by.cls, TokenMethod):
         raise KVCompressError(f"method {scored_by.name!r} cannot be a scorer: it drops tokens before they are cached")
+    if taken := TAKEN & scored_by.options.keys():
+        raise KVCompressError(
+            f"option {min(taken)!r} of method {scored_by.name!r} needs another name: this one is taken"
+        )
     own = {name: value for name, value in options.items() if name in scored_by.options}
     of_engine = {name: value for name, value in options.items() if name not in own}
     tokens = None

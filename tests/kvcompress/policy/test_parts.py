@@ -213,6 +213,15 @@ def test_a_head_budget_that_a_method_misspells_is_an_error(registry):
         make_policy("misspelt", 0.5)
 
 
+@pytest.mark.parametrize("name", ["ratio", "preset", "protect"])
+def test_an_option_with_the_name_of_one_of_every_method_is_an_error(name, registry):
+    """Only one of the two could be given, or be recorded with a result."""
+    taking = type("Taking", (PublishedKVCluster,), {"__annotations__": {name: int}, name: 4})
+    kvcompress.register_method("taking")(dataclass(frozen=True)(taking))
+    with pytest.raises(kvcompress.KVCompressError, match=f"option '{name}' of method 'taking' needs another name"):
+        make_policy("taking", 0.5)
+
+
 @pytest.mark.usefixtures("published")
 def test_a_variant_prescribes_layer_budget_and_schedule_unless_they_are_given():
     code, paper = (make_policy("published", 0.5, variant=variant) for variant in ("code", "paper"))
