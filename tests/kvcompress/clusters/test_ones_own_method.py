@@ -169,6 +169,30 @@ def test_scores_of_another_shape_or_kind_are_one_line(given, said):
         scores_of(Wrong().score, None, keys, keys, view)
 
 
+@pytest.mark.parametrize("padding", [None, torch.tensor([[0], [3]])])
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_a_score_that_changes_what_it_is_given_is_one_line(changed, padding):
+    """The cache would store what was changed, and so would other methods that share the prefill."""
+
+    class Centring(Own):
+        def score(self, *given):
+            given[changed][..., 1:].sub_(1)
+            return super().score(*given)
+
+    states = [torch.randn(2, 2, 9, 4) for _ in range(3)]
+    view = view_of_two(padding, settings=Settings(cluster=Centring()))
+    with pytest.raises(KVCompressError, match=r"^Centring.score changes queries, keys or values in place: use copies$"):
+        scores_of(Centring().score, *states, view)
+
+
+@torch.inference_mode()
+def test_in_inference_mode_a_score_is_asked_as_ever():
+    keys = torch.randn(2, 2, 9, 4)
+    assert (
+        scores_of(Own().score, None, keys, keys, view_of_two(None, settings=Settings(cluster=Own()))).isfinite().all()
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "given", "said"),
     [
