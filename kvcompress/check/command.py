@@ -70,20 +70,20 @@ def methods_of(file: Path | None, name: str, options: dict[str, str], seed: int)
         os.environ.pop(FILES, None)  # its files may define methods with the same names
         names = [each for each in import_file(file, name) if method_info(each).cls.is_checkable]
         if not names:
-            raise KVCompressError(f"{name} registers no KV method: there is nothing to check")
+            raise KVCompressError(f"{name} registers no KV method without a file of its model: nothing can be checked")
     else:
         names = [method_info(name).name]
     found = [Checked(each, options, seed) for each in names]
     for each in found:
         if each.method == "full":
             raise KVCompressError("method 'full' keeps everything: there is nothing to check")
+        cls = method_info(each.method).cls  # before the policy is made, which asks for a file that would not fit
+        if issubclass(cls, CalibratedKVCluster) and not cls.is_checkable:
+            raise KVCompressError(f"method {each.method!r} needs calibration=FILE, and check's models have none")
         if each.policy.tokens is not None:
             raise KVCompressError(f"method {each.method!r} drops tokens before they are cached: it is not a KVCluster")
         if isinstance(each.cluster, LearnedKVCluster):
             raise KVCompressError(f"method {each.method!r} needs the checkpoint of a model that is not available")
-        needs = isinstance(each.cluster, CalibratedKVCluster) and each.cluster.needs_calibration
-        if needs and each.cluster.calibration_file is None:
-            raise KVCompressError(f"method {each.method!r} needs calibration=FILE of a model that is not available")
     return found
 
 

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from ..device import on_device
 from ..errors import KVCompressError
 from ..methods import Method, make_method, method_info
 from ..scoring.layer_view import Kept, LayerView, gather
@@ -104,7 +105,10 @@ class KVCluster(Method):
         return self.observe(queries, keys, view) if view.sums is None else view.sums
 
     def note(self, kept: Kept, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:
-        """Return what the next eviction while decoding gets as `LayerView.noted`, (batch, ...)."""
+        """Return what the next eviction while decoding gets as `LayerView.noted`, (batch, ...).
+
+        While decoding, a row that keeps everything next to one that does not keeps what it noted, if the shapes agree,
+        as it would alone."""
         return None
 
     def carried(self, sums: torch.Tensor, view: LayerView) -> torch.Tensor:
@@ -122,11 +126,21 @@ class KVCluster(Method):
         if not isinstance(chosen, torch.Tensor) or chosen.dtype != torch.long or chosen.shape[:2] != keys.shape[:2]:
             raise KVCompressError(f"{type(self).__name__}.select must return a LongTensor (batch, kv_heads, kept)")
         kept = gather(keys, values, chosen, sums)
-        kept = replace(kept, noted=self.note(kept, keys, view))
+        kept = replace(kept, noted=self._noted(kept, keys, view))
         merge = view.settings.merge or self.merge
         if merge != "none":
             kept = merge_evicted(kept, keys, values, scores, view, merge)
         return moved_together(kept, view) if view.settings.moves_keys else kept
+
+    def _noted(self, kept: Kept, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:
+        """Return `note` of the rows that evict, and what the others noted before."""
+        noted, before = self.note(kept, keys, view), view.noted
+        if noted is None or before is None or noted.shape != before.shape:
+            return noted
+        evicts = [budget < entries for budget, entries in zip(view.budgets, view.lengths, strict=True)]
+        if all(evicts):
+            return noted
+        return torch.where(on_device(evicts, noted.device).view(-1, *[1] * (noted.ndim - 1)), noted, before)
 
     def select(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
         """Return the columns to keep, in the format of `Kept.indices`, given scores (batch, kv_heads, keys)."""

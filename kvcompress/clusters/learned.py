@@ -24,6 +24,7 @@ class LearnedKVCluster(KVCluster):
 
     checkpoint: str | None = None
 
+    is_checkable: ClassVar[bool] = False
     query_window: ClassVar[int] = 0
     reads_hidden: ClassVar[bool] = True
     mixes_heads: ClassVar[bool] = True  # the weights cover all heads

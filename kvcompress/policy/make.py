@@ -10,6 +10,7 @@ from ..kernels.quantization import PACKAGES, check_bits
 from ..methods import MethodInfo, list_methods, make_method, method_info, method_name
 from ..scoring.budget import Budget
 from ..scoring.merging import MERGES
+from ..scoring.selection import ADAPTIVE
 from ..tokens.base import TokenMethod
 from .conflicts import (
     BIASES,
@@ -24,7 +25,7 @@ from .conflicts import (
     SCORER,
     check_conflicts,
 )
-from .options import STORAGE_OPTIONS, Engine, all_options
+from .options import STORAGE_OPTIONS, TAKEN, Engine, all_options
 from .policy import Policy
 
 
@@ -45,6 +46,9 @@ def make_policy(
         if preset not in info.presets:
             raise unknown_name(f"method {info.name!r} has no preset", preset, info.presets)
         published = dict(info.presets[preset])
+        for name in published:
+            if name not in (valid.keys() | {"ratio", "budget"}):
+                raise unknown_name(f"preset {preset!r} of method {info.name!r} sets no option", name, valid)
         size = {name: published.pop(name) for name in ("ratio", "budget") if name in published}
         is_resized = bool(size) and not (ratio is None and budget is None)
         if size and not is_resized:
@@ -55,6 +59,10 @@ def make_policy(
     scored_by = info if scorer is None else method_info(scorer)
     if scored_by is not info and issubclass(scored_by.cls, TokenMethod):
         raise KVCompressError(f"method {scored_by.name!r} cannot be a scorer: it drops tokens before they are cached")
+    if taken := TAKEN & scored_by.options.keys():
+        raise KVCompressError(
+            f"option {min(taken)!r} of method {scored_by.name!r} needs another name: this one is taken"
+        )
     own = {name: value for name, value in options.items() if name in scored_by.options}
     of_engine = {name: value for name, value in options.items() if name not in own}
     tokens = None
@@ -113,6 +121,9 @@ def _check_parts(policy: Policy, info: MethodInfo, scored_by: MethodInfo) -> Non
         check_conflicts(policy, SCORER)
         if scored_by.name == "full" or scored_by.cls.update_kv is not KVCluster.update_kv:
             raise KVCompressError(f"method {scored_by.name!r} cannot be a scorer: it does not choose by scores")
+    heads = ["uniform", "shared", *ADAPTIVE]
+    if policy.head_budget not in heads:  # a class attribute, which is not validated
+        raise unknown_name("there is no head_budget", policy.head_budget, heads)
     merges = ["none", *MERGES]
     if policy.chosen("merge") not in merges:
         raise unknown_name("there is no merge", policy.chosen("merge"), merges)

@@ -110,6 +110,7 @@ TOKEN_OPTIONS = ("first_token", *STORAGE_OPTIONS)
 
 
 PRESCRIBED = ("layer_budget", "head_budget", "safeguard", "merge", "decode_interval")  # None: the method's default
+TAKEN = {"method", "ratio", "budget", "preset", *(field.name for field in fields(Engine))} - {*PRESCRIBED}
 
 
 def all_options(info: MethodInfo, scorer: str | None = None) -> dict[str, object]:

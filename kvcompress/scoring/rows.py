@@ -36,7 +36,7 @@ def scores_of(
     has another shape.
     """
     if view.padding is None or getattr(score, "handles_padding", False):
-        return _checked(score(queries, keys, values, view), keys, view)
+        return _asked(score, queries, keys, values, view, view)
     pads = view.padding.expand(-1, keys.shape[1])
     if view.settings.cluster is not None and view.settings.cluster.mixes_heads and bool((pads != pads[:, :1]).any()):
         raise KVCompressError(
@@ -56,7 +56,7 @@ def scores_of(
         if queries is not None:  # a prompt's queries have the keys' columns
             asking = queries[rows][:, :, mute if view.is_decoding else first :]
         part = (asking, keys[rows][:, :, first:], values[rows][:, :, first:])
-        found = _checked(score(*part, view.rows(rows, first, keys.shape[2])), part[1], view)
+        found = _asked(score, *part, view.rows(rows, first, keys.shape[2]), view)
         scores[rows, :, first:] = torch.where(wanted[rows][..., None], found, scores[rows, :, first:])
     return scores
 
@@ -68,8 +68,24 @@ def _unheard(queries: torch.Tensor | None, rows: int) -> list[int]:
     return pads.sum(-1).tolist()
 
 
-def _checked(scores: object, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
-    return checked_scores(scores, view.settings.cluster, keys.shape[:3], "(batch, kv_heads, keys)")
+def _asked(
+    score: Callable[..., torch.Tensor],
+    queries: torch.Tensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: LayerView,
+    view: LayerView,
+) -> torch.Tensor:
+    """Return what `score` returns for these states and the view `seen`, in fp32.
+
+    Raises KVCompressError if it changes the states: they are stored, and other methods may share the prefill."""
+    given = [each for each in (queries, keys, values) if each is not None and not each.is_inference()]
+    before = [each._version for each in given]
+    scores = score(queries, keys, values, seen)
+    cluster = view.settings.cluster
+    if before != [each._version for each in given]:
+        raise KVCompressError(f"{type(cluster).__name__}.score changes queries, keys or values in place: use copies")
+    return checked_scores(scores, cluster, keys.shape[:3], "(batch, kv_heads, keys)")
 
 
 def checked_scores(scores: object, method: object, shape: torch.Size, axes: str) -> torch.Tensor:

@@ -152,6 +152,34 @@ def test_a_file_that_was_never_checked_is_warned_of_once(file, is_checked, monke
     assert capsys.readouterr().err == ("" if is_checked else warning)
 
 
+CALIBRATED = """
+from dataclasses import dataclass
+
+import kvcompress
+from kvcompress.clusters.calibrated import CalibratedKVCluster
+
+
+@kvcompress.register_method("calibrated")
+@dataclass(frozen=True)
+class Calibrated(CalibratedKVCluster):
+    def score(self, queries, keys, values, view):
+        return keys.float() @ self.known("mean", view, keys.device)
+"""
+
+
+def test_a_method_that_needs_a_file_of_its_model_cannot_be_checked(file, capsys):
+    file.write_text(CALIBRATED, encoding="utf-8")
+    assert main(["check", str(file)]) == 2
+    assert "registers no KV method without a file of its model: nothing can be checked" in capsys.readouterr().err
+
+
+def test_nothing_is_said_of_a_file_that_cannot_be_checked(file, monkeypatch, capsys):
+    file.write_text(CALIBRATED, encoding="utf-8")
+    monkeypatch.setenv(methods.FILES, str(file))
+    assert "calibrated" in kvcompress.list_methods()
+    assert capsys.readouterr().err == ""
+
+
 def test_a_damaged_record_is_as_if_nothing_had_passed(file):
     passed.record().parent.mkdir(parents=True)
     for text in ("{", "[1]", ""):
@@ -185,7 +213,7 @@ def test_a_broken_promise_is_two_lines_and_exit_code_1_and_is_not_noted(file, ca
         (["full"], "method 'full' keeps everything"),
         (["snapkv", "window=3"], "no option 'window'"),
         (["fastv"], "method 'fastv' drops tokens before they are cached"),
-        (["q-filters"], "method 'q-filters' needs calibration=FILE"),
+        (["q-filters"], "method 'q-filters' needs calibration=FILE, and check's models have none"),
         (["kvzap"], "method 'kvzap' is learned: it needs checkpoint="),
     ],
 )

@@ -7,6 +7,7 @@ import torch
 
 import kvcompress
 from kvcompress import KVCompressError
+from kvcompress.check.promises import Checked, a_row_is_as_alone
 from kvcompress.check.reference import generate
 from kvcompress.clusters.snapkv import SnapKVCluster
 from kvcompress.scoring.layer_view import LayerView, Settings, StoredEntries
@@ -168,6 +169,30 @@ def test_scores_of_another_shape_or_kind_are_one_line(given, said):
         scores_of(Wrong().score, None, keys, keys, view)
 
 
+@pytest.mark.parametrize("padding", [None, torch.tensor([[0], [3]])])
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_a_score_that_changes_what_it_is_given_is_one_line(changed, padding):
+    """The cache would store what was changed, and so would other methods that share the prefill."""
+
+    class Centring(Own):
+        def score(self, *given):
+            given[changed][..., 1:].sub_(1)
+            return super().score(*given)
+
+    states = [torch.randn(2, 2, 9, 4) for _ in range(3)]
+    view = view_of_two(padding, settings=Settings(cluster=Centring()))
+    with pytest.raises(KVCompressError, match=r"^Centring.score changes queries, keys or values in place: use copies$"):
+        scores_of(Centring().score, *states, view)
+
+
+@torch.inference_mode()
+def test_in_inference_mode_a_score_is_asked_as_ever():
+    keys = torch.randn(2, 2, 9, 4)
+    assert (
+        scores_of(Own().score, None, keys, keys, view_of_two(None, settings=Settings(cluster=Own()))).isfinite().all()
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "given", "said"),
     [
@@ -188,6 +213,27 @@ def test_a_choice_of_another_kind_is_one_line(name, given, said, decode_budget):
     options = {} if decode_budget is None else {"decode_budget": decode_budget, "decode_interval": 1}
     with kvcompress.compress(model, "wrong-kind", **size, **options), pytest.raises(KVCompressError, match=said):
         generate(model, inputs, 3)
+
+
+@dataclass(frozen=True)
+class NotingKVCluster(kvcompress.KVCluster):
+    """What is unlike the mean of the keys that the latest eviction kept."""
+
+    query_window = 0
+
+    def score(self, queries, keys, values, view):
+        mean = keys.mean(2) if view.noted is None else view.noted
+        return view.protect_recent((keys - mean[:, :, None]).norm(dim=-1), 2)
+
+    def note(self, kept, keys, view):
+        held = (kept.indices >= 0).float()[..., None]
+        return (kept.keys * held).sum(2) / held.sum(2)
+
+
+def test_what_a_row_noted_lasts_while_only_another_row_evicts():
+    """Of 15 and 9 entries of the prompts, 12 stay while decoding."""
+    kvcompress.register_method("noting")(NotingKVCluster)
+    a_row_is_as_alone(Checked("noting"), decode_budget=12, decode_interval=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.bfloat16, torch.float64])

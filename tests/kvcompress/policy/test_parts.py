@@ -199,6 +199,29 @@ def test_an_unknown_preset_is_an_error_that_names_those_that_there_are(method, m
         make_policy(method, 0.5, preset="x")
 
 
+def test_a_preset_that_sets_what_is_no_option_is_an_error(registry):
+    misspelt = type("Misspelt", (PublishedKVCluster,), {"presets": {"longbench": {"window_siz": 8}}})
+    kvcompress.register_method("misspelt")(misspelt)
+    with pytest.raises(kvcompress.KVCompressError, match=r"preset 'longbench' of .* no option 'window_siz' \(did you"):
+        make_policy("misspelt", 0.5, preset="longbench")
+
+
+def test_a_head_budget_that_a_method_misspells_is_an_error(registry):
+    misspelt = type("Misspelt", (PublishedKVCluster,), {"head_budget": "adaptve"})
+    kvcompress.register_method("misspelt")(misspelt)
+    with pytest.raises(kvcompress.KVCompressError, match=r"no head_budget 'adaptve' \(did you mean 'adaptive'"):
+        make_policy("misspelt", 0.5)
+
+
+@pytest.mark.parametrize("name", ["ratio", "preset", "protect"])
+def test_an_option_with_the_name_of_one_of_every_method_is_an_error(name, registry):
+    """Only one of the two could be given, or be recorded with a result."""
+    taking = type("Taking", (PublishedKVCluster,), {"__annotations__": {name: int}, name: 4})
+    kvcompress.register_method("taking")(dataclass(frozen=True)(taking))
+    with pytest.raises(kvcompress.KVCompressError, match=f"option '{name}' of method 'taking' needs another name"):
+        make_policy("taking", 0.5)
+
+
 @pytest.mark.usefixtures("published")
 def test_a_variant_prescribes_layer_budget_and_schedule_unless_they_are_given():
     code, paper = (make_policy("published", 0.5, variant=variant) for variant in ("code", "paper"))
