@@ -140,10 +140,11 @@ def _import_all() -> None:
 
 
 def import_file(path: Path, name: str) -> list[str]:
-    """Import a file with methods or layer budgets, called `name` in messages, and return the names of its methods.
+    """Import a file with methods, layer budgets or merges, and return the names of its methods.
 
-    Raises KVCompressError."""
+    Raises KVCompressError, in which the file is called `name`."""
     from .layer_budgets import list_layer_budgets
+    from .scoring.merging import MERGES
 
     if path.suffix != ".py" or not path.is_file():
         raise KVCompressError(f"there is no Python file {name}")
@@ -151,13 +152,13 @@ def import_file(path: Path, name: str) -> list[str]:
         raise KVCompressError(f"{name}: another file there has the same name; rename one")
     spec = importlib.util.spec_from_file_location(f"{OF_FILE}{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    before, rules = set(_METHODS), set(list_layer_budgets())
+    before, parts = set(_METHODS), {*list_layer_budgets(), *MERGES}
     _FILES.add(path)  # first, because the file may list the existing methods
     sys.modules[module.__name__] = module
     try:
         spec.loader.exec_module(module)
-        if set(_METHODS) == before and set(list_layer_budgets()) == rules:
-            raise KVCompressError("it registers no method and no layer budget")
+        if set(_METHODS) == before and {*list_layer_budgets(), *MERGES} == parts:
+            raise KVCompressError("it registers no method, no layer budget and no merge")
     except (Exception, SystemExit) as error:
         _FILES.discard(path)
         what = "" if isinstance(error, KVCompressError) else f"{type(error).__name__}: "

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from ..errors import KVCompressError
 from .layer_view import Kept, LayerView, uniform_noise
 from .windows import pad_columns
 
@@ -17,6 +18,8 @@ FOLLOWERS = 32  # entries that share an evicted one's value with `cam`, if the m
 # evicted entry contributes, (batch, kv_heads, keys, head_dim), and its weight in the mean, (batch, kv_heads, keys, 1),
 # in which the kept entry has weight 1.
 Share = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# Takes the arguments of `merge_evicted` but for `merge`, and returns what it returns.
+Merge = Callable[[Kept, torch.Tensor, torch.Tensor, torch.Tensor, LayerView], Kept]
 
 
 def merge_evicted(
@@ -28,6 +31,19 @@ def merge_evicted(
     entry is merged only into its own kind, vision or text, and dropped if none is kept.
     """
     return MERGES[merge](kept, keys, values, scores, view)
+
+
+def register_merge(name: str) -> Callable[[Merge], Merge]:
+    """Decorator that registers a function as `merge=name`. The name must not be taken."""
+
+    def register(merge: Merge) -> Merge:
+        known = MERGES.get(name)
+        if known and known.__module__ != merge.__module__:
+            raise KVCompressError(f"merge {name!r} is already registered")
+        MERGES[name] = merge
+        return merge
+
+    return register
 
 
 def into_most_similar(
@@ -192,8 +208,7 @@ def _most_similar(kept: Kept, keys: torch.Tensor, view: LayerView) -> tuple[torc
     return tuple(torch.cat(blocks, -1) for blocks in zip(*found, strict=True))
 
 
-# name -> the implementation, with the arguments of `merge_evicted`
-MERGES: dict[str, Callable[[Kept, torch.Tensor, torch.Tensor, torch.Tensor, LayerView], Kept]] = {
+MERGES: dict[str, Merge] = {
     "average": partial(into_most_similar, share=average),
     "pivot": partial(into_most_similar, share=pivot),
     "meda": partial(into_most_similar, share=average, first_into=True),

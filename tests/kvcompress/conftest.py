@@ -1,7 +1,8 @@
 """The omni model for tests of speech, loaded once; fixed shapes as on CUDA; a registry of a test's own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import ProcessorMixin, Qwen2_5OmniForConditionalGeneration
 from kvcompress import layer_budgets, methods
 from kvcompress.cache.storage.static import StaticStorage
 from kvcompress.inflight.pool import SlotPool
+from kvcompress.scoring import merging
 from kvcompress.speech import answering
 from kvcompress.speech.prompts import bundled_prompts, model_inputs
 from tests.support.omni import save_checkpoint
@@ -39,11 +41,13 @@ def omni_inputs(omni) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def registry(monkeypatch) -> None:
-    """Forgets the methods, layer budgets and files of methods that a test adds."""
+def registry(monkeypatch) -> Iterator[None]:
+    """Forgets the methods, layer budgets, merges and files of methods that a test adds."""
     monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
     monkeypatch.setattr(methods, "_FILES", set())
     monkeypatch.setattr(layer_budgets.base, "_RULES", dict(layer_budgets.base._RULES))
+    with patch.dict(merging.MERGES):
+        yield
 
 
 @pytest.fixture

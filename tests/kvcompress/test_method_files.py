@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 
 import kvcompress
 from kvcompress import KVCompressError, methods
@@ -13,6 +14,7 @@ from tests.support.families import FAMILIES
 pytestmark = pytest.mark.usefixtures("registry")
 DEFINITION = python_blocks(DOCS / "adding-a-method.md")[0]
 TOKENS = next(block for block in python_blocks(DOCS / "adding-a-method.md") if "TokenMethod" in block)
+MERGE = next(block for block in python_blocks(DOCS / "adding-a-method.md") if "register_merge" in block)
 RULE = next(block for block in python_blocks(DOCS / "adding-a-method.md") if "register_layer_budget" in block)
 
 
@@ -65,7 +67,24 @@ def test_a_token_method_of_a_file_is_one_like_any_other(write, capsys):
     assert "not checked" not in capsys.readouterr().err  # `kvcompress check` is for KV methods
 
 
-@pytest.mark.parametrize("text", [RULE, TOKENS], ids=["a layer budget", "a token method"])
+def test_a_merge_of_a_file_is_one_like_any_other(write, capsys):
+    write(mine=MERGE)
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [40, 21])
+    values = {}
+    for merge in ("none", "faint", "average"):
+        with kvcompress.compress(model, "snapkv", 0.3, window_size=4, merge=merge) as session:
+            model.generate(**inputs, max_new_tokens=1)
+        values[merge] = session.cache.layers[0].memory.kept().values
+    assert "not checked" not in capsys.readouterr().err  # `kvcompress check` is for methods
+    assert not torch.equal(values["faint"], values["none"])
+    assert (values["faint"] - values["none"]).norm() < (values["average"] - values["none"]).norm()
+    write(other=MERGE.replace("faint", "average"))
+    with pytest.raises(KVCompressError, match="merge 'average' is already registered"):
+        kvcompress.list_methods()
+
+
+@pytest.mark.parametrize("text", [RULE, MERGE, TOKENS], ids=["a layer budget", "a merge", "a token method"])
 def test_a_file_without_a_kv_method_cannot_be_checked(write, tmp_path, text):
     write(mine=text)
     with pytest.raises(KVCompressError, match="registers no KV method"):
@@ -82,7 +101,7 @@ def test_the_variable_is_not_named_where_it_names_another_file():
     [
         ("import nonesuch", "ModuleNotFoundError: No module named 'nonesuch'"),
         ("x = (", "SyntaxError"),
-        ("x = 1", "it registers no method and no layer budget"),
+        ("x = 1", "it registers no method, no layer budget and no merge"),
         (DEFINITION.replace("value-norm", "snapkv"), "'snapkv' is already registered"),
         *(
             (DEFINITION.replace("value-norm", name), f"cannot be method '{name}': a name has no slash and no comma")
