@@ -16,6 +16,8 @@ from transformers import BatchFeature, PreTrainedModel
 
 from ..errors import shown
 
+GREEDY_BELOW = 1e-5  # as in vLLM: divided by less, logits overflow
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -75,7 +77,7 @@ class Asked(_Strict):
     """The body of a request, in OpenAI's words. What would be ignored is refused, but for notes of the client.
 
     Attributes:
-        temperature: None, like 0, is greedy.
+        temperature: None, like 0 and what is next to it, is greedy.
         return_token_ids: whether the answer lists its tokens, as in vLLM.
     """
 
@@ -120,7 +122,7 @@ class Asked(_Strict):
 
     def options(self) -> dict[str, Any]:
         """Return how `generate` chooses tokens."""
-        if not self.temperature:
+        if (self.temperature or 0) < GREEDY_BELOW:
             return {"do_sample": False}
         top_p = 1.0 if self.top_p is None else self.top_p
         return {"do_sample": True, "temperature": self.temperature, "top_p": top_p, "top_k": 0}

@@ -232,6 +232,13 @@ def test_sampling_with_a_seed_is_generates(server, client):
     assert len(found) > 1
 
 
+@pytest.mark.parametrize("temperature", [0, 1e-300, 1e-40, 9e-6])
+def test_a_temperature_next_to_none_is_greedy(client, temperature):
+    asked = body(question(1)[0], return_token_ids=True)
+    answer = client.post(CHAT, json={**asked, "temperature": temperature})
+    assert answer.json()["choices"] == client.post(CHAT, json=asked).json()["choices"]
+
+
 PIXEL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 WRONG = {
     "model: Field required": {"model": None},
