@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import socket
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -270,6 +271,19 @@ def test_a_wrong_request_is_one_line_with_status_400(client, said):
     assert (response.status_code, error["code"], error["type"]) == (400, 400, "invalid_request_error")
     assert said in error["message"]
     assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, EOFError, struct.error, OSError])
+def test_a_picture_that_its_decoder_refuses_in_its_own_way_is_status_400(client, monkeypatch, error):
+    asked = body(question(0)[0])
+
+    def refuse(self, mode):
+        raise error("broken")
+
+    monkeypatch.setattr(Image.Image, "convert", refuse)
+    response = client.post(CHAT, json=asked)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("an image cannot be read: ")
 
 
 def test_other_wrong_calls_have_statuses_of_their_own(client, monkeypatch):
