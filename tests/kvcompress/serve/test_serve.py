@@ -358,6 +358,15 @@ def test_a_client_that_goes_away_frees_its_place(alone, gate, stream):
     until(lambda: server.worker.running == 0)
 
 
+def test_a_client_that_goes_away_within_its_request_is_no_error_of_the_server(alone, caplog):
+    _, client = alone
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{{"
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
+        connection.sendall(head.encode())
+    until(lambda: metric(client, 'requests_total{status="499"}') == 1)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_a_stream_that_is_left_in_its_middle_ends(alone, monkeypatch, long):
     server, client = alone
     told, on_tokens = [], app.Reply.on_tokens
