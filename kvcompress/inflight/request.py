@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
 from ..cache.cache import CompressedCache
@@ -88,6 +89,8 @@ class TokenChoice:
                 raise KVCompressError(
                     f"{name}={getattr(config, name)}: a request in flight is one sequence, so it must be 1"
                 )
+        if (mode := config.get_generation_mode()) not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise KVCompressError(f"a request in flight is decoded greedily or sampled, not by {mode.value}")
         self.config, self.tokens_in = config, input_ids.shape[1]
         self._ids, self._processors, self._samples = input_ids, processors, config.do_sample
         # Lengths and end tokens are checked on the host, so that each step waits for the device only once.
