@@ -293,9 +293,9 @@ class Session:
         cache.forget_last()
         last = {self._cache_name: cache, "attention_mask": kwargs.get("attention_mask"), "use_cache": True}
         last |= {name: kwargs[name][:, -1:] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None}
-        if cache.last_position is not None:
-            last["position_ids"] = cache.last_position
-        return self.model(**last, return_dict=kwargs.get("return_dict"))
+        last |= {} if cache.last_position is None else {"position_ids": cache.last_position}
+        asked = ("output_attentions", "output_hidden_states", "return_dict")
+        return self.model(**last, **{name: kwargs[name] for name in asked if name in kwargs})
 
     @contextmanager
     def reuse(self, cache: CompressedCache | None = None) -> Iterator[CompressedCache]:
