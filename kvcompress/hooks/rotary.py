@@ -50,7 +50,10 @@ def _tried(apply: Callable | None, rotate: Callable | None) -> Pairs | None:
     names = [] if apply is None else list(inspect.signature(apply).parameters)
     count = names.index("cos") if "cos" in names else 0  # of its rotated arguments: queries and keys, or one
     if count and names[count + 1 : count + 2] == ["sin"]:
-        turned = apply(*[states[None, None, None]] * count, torch.zeros(1, 1, 4), angles[None, None])
+        try:
+            turned = apply(*[states[None, None, None]] * count, torch.zeros(1, 1, 4), angles[None, None])
+        except RuntimeError:  # it takes cos and sin of another shape (gpt-oss)
+            return None
         turned = (turned if isinstance(turned, torch.Tensor) else turned[0]).flatten()
     elif rotate is not None:
         turned = rotate(states) * angles

@@ -293,9 +293,9 @@ class Session:
         cache.forget_last()
         last = {self._cache_name: cache, "attention_mask": kwargs.get("attention_mask"), "use_cache": True}
         last |= {name: kwargs[name][:, -1:] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None}
-        if cache.last_position is not None:
-            last["position_ids"] = cache.last_position
-        return self.model(**last, return_dict=kwargs.get("return_dict"))
+        last |= {} if cache.last_position is None else {"position_ids": cache.last_position}
+        asked = ("output_attentions", "output_hidden_states", "return_dict")
+        return self.model(**last, **{name: kwargs[name] for name in asked if name in kwargs})
 
     @contextmanager
     def reuse(self, cache: CompressedCache | None = None) -> Iterator[CompressedCache]:
@@ -391,10 +391,10 @@ class Session:
             raise KVCompressError("use_cache is off: without a KV cache there is nothing to compress")
         if self._new_cache is None:
             raise KVCompressError("attach(...) compresses nothing by itself: pass past_key_values=CompressedCache(...)")
-        # `generate` passes its own empty DynamicCache; the model returns ours instead.
+        ours = CompressedCache(self.model.config, **self._new_cache)  # in place of `generate`'s empty DynamicCache
         if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length()):
             raise KVCompressError(
                 f"past_key_values is a {type(cache).__name__} with {cache.get_seq_length()} tokens: inside "
                 "compress(...), which takes cache_implementation=, it must be a CompressedCache or absent"
             )
-        return CompressedCache(self.model.config, **self._new_cache)
+        return ours

@@ -14,7 +14,7 @@ import anyio
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -225,16 +225,19 @@ class Reply:
 
 
 async def body_of(request: Request) -> bytes:
-    """Read a request's body. Raises HTTPException if it is no JSON, or too large.
+    """Read a request's body. Raises HTTPException if it is no JSON, too large, or broken off.
 
     A page of another origin can send a browser's JSON only if this server allowed it, and it does not."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "the body must be application/json")
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > LARGEST_BODY:
-            raise HTTPException(413, f"the body has more than {LARGEST_BODY} bytes")
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > LARGEST_BODY:
+                raise HTTPException(413, f"the body has more than {LARGEST_BODY} bytes")
+    except ClientDisconnect:
+        raise HTTPException(499, "the client left before the end of its body") from None
     return bytes(body)
 
 

@@ -1,7 +1,6 @@
 """What a request for a chat completion may ask, and the model inputs of its prompt."""
 
 import base64
-import binascii
 import io
 import secrets
 from collections.abc import Mapping
@@ -15,6 +14,8 @@ from starlette.exceptions import HTTPException
 from transformers import BatchFeature, PreTrainedModel
 
 from ..errors import shown
+
+GREEDY_BELOW = 1e-5  # as in vLLM: divided by less, logits overflow
 
 
 class _Strict(BaseModel):
@@ -75,7 +76,7 @@ class Asked(_Strict):
     """The body of a request, in OpenAI's words. What would be ignored is refused, but for notes of the client.
 
     Attributes:
-        temperature: None, like 0, is greedy.
+        temperature: None, like 0 and what is next to it, is greedy.
         return_token_ids: whether the answer lists its tokens, as in vLLM.
     """
 
@@ -120,7 +121,7 @@ class Asked(_Strict):
 
     def options(self) -> dict[str, Any]:
         """Return how `generate` chooses tokens."""
-        if not self.temperature:
+        if (self.temperature or 0) < GREEDY_BELOW:
             return {"do_sample": False}
         top_p = 1.0 if self.top_p is None else self.top_p
         return {"do_sample": True, "temperature": self.temperature, "top_p": top_p, "top_k": 0}
@@ -194,5 +195,5 @@ def _read(part: TextPart | ImagePart) -> dict[str, Any]:
     try:
         with Image.open(io.BytesIO(base64.b64decode(data, validate=True))) as image:
             return {"type": "image", "image": image.convert("RGB")}
-    except (binascii.Error, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except Exception as error:  # each of Pillow's decoders raises what it likes
         raise HTTPException(400, f"an image cannot be read: {type(error).__name__}: {error}") from None

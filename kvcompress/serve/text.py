@@ -50,7 +50,13 @@ class AnswerText:
             self.is_stopped, self._held = True, ""
             return text[: min(found)]
         held = max(
-            (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0
+            (
+                size
+                for stop in self._stops
+                for size in range(1, min(len(stop), len(text) + 1))
+                if text.endswith(stop[:size])
+            ),
+            default=0,
         )
         given = text[: len(text) - held]
         self._held = text[len(given) :]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+from transformers import DynamicCache, MambaConfig, MambaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import kvcompress
 from kvcompress.cache.storage.ragged import RaggedStorage
@@ -202,6 +202,12 @@ def test_a_model_without_any_full_attention_is_an_error():
     model = sliding_model(["sliding_attention"] * 2)
     with pytest.raises(kvcompress.KVCompressError, match="no layer with full attention"):
         kvcompress.CompressedCache(model.config, "snapkv", 0.2)
+
+
+def test_a_model_without_any_attention_is_an_error_in_generate():
+    model = MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64, state_size=4)).eval()
+    with kvcompress.compress(model, "snapkv", 0.4), pytest.raises(kvcompress.KVCompressError, match="nothing to comp"):
+        model.generate(torch.arange(8, 20)[None], max_new_tokens=2)
 
 
 @pytest.mark.parametrize(

@@ -66,3 +66,9 @@ def test_sinks_keep_their_part_of_the_attention_while_ragged_heads_decode(model,
         logits.setdefault("tokens", tokens)
         assert session.cache.compressed_layers[0].storage.decodes_in_place
     torch.testing.assert_close(logits["with_sinks"], logits["eager"], atol=1e-4, rtol=0)
+
+
+def test_a_method_that_undoes_rotations_is_refused_in_one_line(model):
+    """Its cos and sin have half the channels."""
+    with pytest.raises(kvcompress.KVCompressError, match="GptOssModel rotates queries in an unknown way"):
+        kvcompress.compress(model, "expected-attention", 0.4)

@@ -483,6 +483,18 @@ def test_a_direct_call_feeds_the_last_token_again_at_its_own_position(family):
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
 
 
+def test_the_last_token_that_is_fed_again_comes_with_all_outputs_that_were_asked_for():
+    model = copy.deepcopy(MODEL)
+    model.set_attn_implementation("eager")
+    asked = {"output_hidden_states": True, "output_attentions": True}
+    with compress(model, first_token="compressed") as session, torch.no_grad():
+        output = model(**INPUTS, **asked)
+    assert [states.shape[1] for states in output.hidden_states] == [1] * (model.config.num_hidden_layers + 1)
+    assert torch.equal(model.lm_head(output.hidden_states[-1]), output.logits)
+    kept = [session.cache.layers[layer].stored for layer in range(model.config.num_hidden_layers)]
+    assert [weights.shape[-1] for weights in output.attentions] == kept
+
+
 def test_a_text_after_an_image_has_its_own_positions():
     """Qwen2-VL stores the position offset of its latest image, also for a prompt without one."""
     family = FAMILIES["qwen2-vl"]

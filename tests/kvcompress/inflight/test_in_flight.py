@@ -218,6 +218,8 @@ def test_a_bad_request_ends_with_its_own_error_and_disturbs_no_other():
         {"input_ids": ids, "attention_mask": torch.cat([torch.zeros(1, 3), torch.ones(1, ids.shape[1] - 3)], 1)},
         {"input_ids": ids, "no_such_input": 1},
         Request({"input_ids": ids}, {"num_beams": 2}),
+        Request({"input_ids": ids}, {"penalty_alpha": 0.6, "top_k": 4}),
+        Request({"input_ids": ids}, {"prompt_lookup_num_tokens": 3}),
         Request({"input_ids": ids}, {"logits_processor": LogitsProcessorList([Fails(1)])}),
         Request({"input_ids": ids}, {"logits_processor": LogitsProcessorList([Fails(3)])}),
         {"input_ids": ids + 10**6},
@@ -231,10 +233,11 @@ def test_a_bad_request_ends_with_its_own_error_and_disturbs_no_other():
     assert right == expected
     errors = {id(bad[i]): i for i in range(len(bad))}
     said = {errors[id(asked)]: str(a.error) for a, asked in zip(found, mixed, strict=True) if id(asked) in errors}
-    for index, words in enumerate(["batch of 2", "pads", "no_such_input", "num_beams=2"]):
+    wrong = ["batch of 2", "pads", "no_such_input", "num_beams=2", "not by contrastive_search", "not by assisted"]
+    for index, words in enumerate(wrong):
         assert words in said[index]
-    assert said[4] == said[5] == "this request is bad"
-    assert "not a str" in said[7]
+    assert said[6] == said[7] == "this request is bad"
+    assert "not a str" in said[9]
     assert all(answer.error is None or not len(answer.tokens) for answer in found)
 
 

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import socket
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -232,6 +233,13 @@ def test_sampling_with_a_seed_is_generates(server, client):
     assert len(found) > 1
 
 
+@pytest.mark.parametrize("temperature", [0, 1e-300, 1e-40, 9e-6])
+def test_a_temperature_next_to_none_is_greedy(client, temperature):
+    asked = body(question(1)[0], return_token_ids=True)
+    answer = client.post(CHAT, json={**asked, "temperature": temperature})
+    assert answer.json()["choices"] == client.post(CHAT, json=asked).json()["choices"]
+
+
 PIXEL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 WRONG = {
     "model: Field required": {"model": None},
@@ -263,6 +271,19 @@ def test_a_wrong_request_is_one_line_with_status_400(client, said):
     assert (response.status_code, error["code"], error["type"]) == (400, 400, "invalid_request_error")
     assert said in error["message"]
     assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, EOFError, struct.error, OSError])
+def test_a_picture_that_its_decoder_refuses_in_its_own_way_is_status_400(client, monkeypatch, error):
+    asked = body(question(0)[0])
+
+    def refuse(self, mode):
+        raise error("broken")
+
+    monkeypatch.setattr(Image.Image, "convert", refuse)
+    response = client.post(CHAT, json=asked)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("an image cannot be read: ")
 
 
 def test_other_wrong_calls_have_statuses_of_their_own(client, monkeypatch):
@@ -335,6 +356,15 @@ def test_a_client_that_goes_away_frees_its_place(alone, gate, stream):
         assert after.result().json()["choices"][0]["finish_reason"] == "stop"
     assert metric(client, "completion_tokens_total") == after.result().json()["usage"]["completion_tokens"]
     until(lambda: server.worker.running == 0)
+
+
+def test_a_client_that_goes_away_within_its_request_is_no_error_of_the_server(alone, caplog):
+    _, client = alone
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{{"
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
+        connection.sendall(head.encode())
+    until(lambda: metric(client, 'requests_total{status="499"}') == 1)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_a_stream_that_is_left_in_its_middle_ends(alone, monkeypatch, long):

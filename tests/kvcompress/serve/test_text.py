@@ -1,5 +1,7 @@
 """The text of an answer that comes token by token is that of all its tokens, up to a stop string."""
 
+import time
+
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -53,6 +55,12 @@ def test_a_character_of_several_tokens_comes_whole_and_a_possible_stop_string_is
     assert pieces(Bytes(), list("aé🙂".encode()))[0] == ["a", "", "é", "", "", "", "🙂", ""]
     assert pieces(Bytes(), list(b"abca"), ["abd"])[0] == ["", "", "abc", "", "a"]
     assert pieces(Bytes(), list(b"xabd!"), ["abd"])[0] == ["x", "", "", "", ""]
+
+
+def test_a_stop_string_costs_no_more_than_the_text_it_is_looked_for_in():
+    text, begun = AnswerText(Bytes(), ["x" * 10**6]), time.perf_counter()
+    assert [text.add(list(b"xxa")), text.add(list(b"xxax")), text.end(list(b"xxax"))] == ["xxa", "", "x"]
+    assert time.perf_counter() - begun < 1  # a beginning of every length would be half a terabyte at each token
 
 
 def test_a_request_that_began_again_repeats_nothing():
