@@ -518,3 +518,13 @@ def test_settings_in_another_order_are_the_same_and_the_tokens_of_all_rounds_cou
     samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (group,) = load_groups(folder)
     assert [own["tokens_out"].iloc[0] for own in group.frame["questions"]] == [3, 6]
+
+
+def test_of_repeated_answers_the_mean_tokens_count(tmp_path):
+    folder = write_answers(tmp_path, "t", "full", 1.0, "abcd", tokens=3, settings={"repeats": 2})
+    samples = next(folder.glob("full*")) / "samples.jsonl"
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    rows = [row | {"measurements": [row["measurement"], row["measurement"] | {"tokens_out": 4}]} for row in rows]
+    samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (group,) = load_groups(folder)
+    assert group.frame["questions"].iloc[0]["tokens_out"].tolist() == [3.5] * 4
