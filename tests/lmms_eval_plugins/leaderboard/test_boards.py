@@ -219,6 +219,14 @@ def test_the_command_of_a_row_asks_for_that_cell_alone(name):
         assert Plan.of(parse(words)).cells == [(cell, options)]
 
 
+def test_the_command_of_a_row_that_a_server_answered_asks_the_server():
+    cell = cell_of(changed={"server": "kvcompress", "window_size": 8})
+    environment = {"device": "kvcompress at http://127.0.0.1:8000/v1"}
+    assert command_of({**cell, "environment": environment}) == (
+        "./scripts/run_eval.sh t m snapkv 0.2 --server http://127.0.0.1:8000/v1 window_size=8"
+    )
+
+
 def test_the_command_of_several_processes_says_so():
     assert command_of({**cell_of(), "environment": {"processes": 4}}) == (
         "NUM_PROCESSES=4 ./scripts/run_eval.sh t m snapkv 0.2"
