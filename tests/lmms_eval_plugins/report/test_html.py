@@ -309,6 +309,16 @@ def test_all_of_the_page_is_there_when_it_is_loaded(browser, report):
     page.close()
 
 
+def test_of_the_scores_by_size_hindsights_is_never_the_best(browser, tmp_path):
+    for ratio in (0.5, 0.2):
+        for method, answers in (("hindsight", "abcd"), ("snapkv", "abcx"), ("knorm", "abxx")):
+            folder = write_answers(tmp_path / "results", "t", method, ratio, answers)
+    assert main(["report", str(folder), "--out", str(tmp_path)]) == 0
+    page, _, _ = opened(browser, tmp_path / "report.html")
+    assert page.locator("#matrix b").all_inner_texts() == ["75.0"] * 2
+    page.close()
+
+
 def test_the_page_reads_bits_as_python_packs_them(browser, report):
     page = browser.new_page()
     page.goto(f"file://{report / 'report.html'}")
