@@ -85,7 +85,7 @@ def evaluate_cell(lm: "Answerer", job: Job) -> None:
 
     cell, flags = job.cell, job.plan.request.flags
     lm.set_cell(cell.method, cell.ratio, cell.budget, **job.options)
-    lm.overlays = flags.overlays
+    lm.overlays = flags.overlays and flags.offset + flags.overlays
     lm.few_shot = FewShot(flags.seed[3], flags.fewshot_as_multiturn)
     found = environment(lm, isinstance(job.asked, TextTask))
     identity = json.loads(dumps({"fingerprint": job.fingerprint, "environment": found}))

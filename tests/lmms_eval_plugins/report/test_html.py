@@ -440,6 +440,14 @@ def test_overlays_are_stored_once_asked_for(clean_process, tmp_path, capsys):
     assert main(["report", "results"]) == 0
 
 
+@pytest.mark.slow
+def test_overlays_are_of_the_first_questions_that_are_asked(clean_process, tmp_path):
+    words = ["tiny_textvqa", "tiny", "snapkv", "0.2", "--limit", "2", "--offset", "3", "--overlays", "1"]
+    assert evaluate.main(words) == 0
+    (folder,) = tmp_path.glob("results/*/*/snapkv*")
+    assert [one["doc_id"] for one in read_kept_tokens(folder)] == [3]
+
+
 def test_show_writes_the_overlay_of_one_image(clean_process, tmp_path, capsys):
     Image.new("RGB", (200, 120), (200, 60, 60)).save("a.png")
     assert main(["show", "a.png", "What is it?", "--method", "snapkv,random", "--ratio", "0.2", "window_size=4"]) == 0
