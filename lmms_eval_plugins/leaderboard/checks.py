@@ -4,6 +4,7 @@ Nothing is recomputed, so this does not stop deliberate fraud. It finds cells of
 and runs that measured something other than they claim.
 """
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -84,7 +85,8 @@ def _fingerprint(folder: Path, results: dict[str, Any], samples: list[dict[str, 
     if folder.resolve().parts[-3:] != expected.parts:
         yield f"its folder does not match its protocol: expected {expected.as_posix()}"
     try:
-        defaults = method_options(protocol["method"], protocol["options"].get("scorer"))
+        # As JSON has them, which makes lists of tuples.
+        defaults = json.loads(dumps(method_options(protocol["method"], protocol["options"].get("scorer"))))
     except KVCompressError as error:
         yield str(error)
         return
