@@ -81,7 +81,9 @@ def _fingerprint(folder: Path, results: dict[str, Any], samples: list[dict[str, 
         if protocol[name] != fingerprint[name]:
             yield f"its fingerprint has {name}={fingerprint[name]}, but its protocol {name}={protocol[name]}"
     of_cell = {name: protocol[name] for name in ("task", "model", "method", "ratio", "budget", "settings")}
-    expected = Cell(**of_cell, options=protocol["changed_options"]).folder(Path())
+    # JSON made lists of tuples, which a folder's name shows.
+    options = {name: tuple(v) if isinstance(v, list) else v for name, v in protocol["changed_options"].items()}
+    expected = Cell(**of_cell, options=options).folder(Path())
     if folder.resolve().parts[-3:] != expected.parts:
         yield f"its folder does not match its protocol: expected {expected.as_posix()}"
     try:
