@@ -14,13 +14,17 @@ Text = Annotated[str, Strict()]
 KINDS = ("float", "Spread")  # members of a union, which pydantic puts into the location of an error
 
 
+class Settings(TypedDict):
+    repeats: NotRequired[Annotated[int, Strict(), Field(ge=1, le=MOST)]]
+
+
 class Protocol(TypedDict):
     task: Text
     model: Text
     method: Text
     ratio: Number | None
     budget: Number | None
-    settings: dict[Text, Any]
+    settings: Settings
     changed_options: dict[Text, Any]
     options: NotRequired[dict[Text, Any]]
 

@@ -216,6 +216,13 @@ def score_key(cell: dict[str, Any], task: str) -> str:
     return cell.get("configs", {}).get(task, {}).get("score_key") or "score"
 
 
+def tokens_out(sample: dict[str, Any], repeats: int = 1) -> float:
+    """Return the tokens of a question's answer, or of all its rounds together; of `repeats` answers the mean, since the
+    score is that of one."""
+    tokens = sum(row["tokens_out"] for row in sample.get("measurements", [sample["measurement"]]))
+    return tokens if repeats == 1 else tokens / repeats
+
+
 def load_cells(folder: Path) -> list[dict[str, Any]]:
     """Read the results.json of every finished cell in `folder` (results/<task>/<model>), sorted by name. A damaged one
     is left out, with a line that names it."""

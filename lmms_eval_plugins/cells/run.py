@@ -32,7 +32,7 @@ from .machine import rank, say
 from .plan import Job
 from .processes import TaskFailures, left_out_of_a_group
 from .progress import Grid
-from .results import dumps, incomplete_reason, new_cell, number_of, score_key, write_cell
+from .results import dumps, incomplete_reason, new_cell, number_of, score_key, tokens_out, write_cell
 from .scorer_failures import JudgeWatch, scorers_watched
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def evaluate_cell(lm: "Answerer", job: Job) -> None:
 
     cell, flags = job.cell, job.plan.request.flags
     lm.set_cell(cell.method, cell.ratio, cell.budget, **job.options)
-    lm.overlays = flags.overlays
+    lm.overlays = flags.overlays and flags.offset + flags.overlays
     lm.few_shot = FewShot(flags.seed[3], flags.fewshot_as_multiturn)
     found = environment(lm, isinstance(job.asked, TextTask))
     identity = json.loads(dumps({"fingerprint": job.fingerprint, "environment": found}))
@@ -151,7 +151,7 @@ def score_cell(lm: "Answerer", job: Job, found: dict[str, Any], asked: int, keep
             "fingerprint": job.fingerprint,
             "n_questions": len({(sample["task"], sample["doc_id"]) for sample in samples}),
             "metric_questions": metric_questions(output, samples),
-            "metric_tokens": metric_tokens(output, samples),
+            "metric_tokens": metric_tokens(output, samples, job.plan.request.flags.repeats),
         }
         write_cell(folder, results, samples)
         if reason := incomplete_reason(Path(folder), job.fingerprint):
@@ -281,14 +281,15 @@ def metric_questions(output: dict[str, Any], samples: list[dict[str, Any]]) -> d
     return counts
 
 
-def metric_tokens(output: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+def metric_tokens(
+    output: dict[str, Any], samples: list[dict[str, Any]], repeats: int = 1
+) -> dict[str, dict[str, dict[str, float]]]:
     """Return task -> `metric,filter` -> the sums over its questions of `tokens_out` and of `score`, negative scores
     counted as 0. A metric whose score is not a number for one of its questions is left out."""
     sums: dict[str, dict[str, dict[str, float]]] = {sample["task"]: {} for sample in samples}
     for sample, key, score in scored(output, samples):
-        tokens_out = sum(row["tokens_out"] for row in sample.get("measurements", [sample["measurement"]]))
         of_key = sums[sample["task"]].setdefault(key, {"tokens_out": 0, "score": 0.0})
-        of_key["tokens_out"] += tokens_out
+        of_key["tokens_out"] += tokens_out(sample, repeats)
         of_key["score"] += score if math.isnan(score) else max(score, 0.0)  # NaN propagates to the sum
     return {
         task: {key: each for key, each in of_task.items() if not math.isnan(each["score"])}

@@ -4,6 +4,7 @@ Nothing is recomputed, so this does not stop deliberate fraud. It finds cells of
 and runs that measured something other than they claim.
 """
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -80,11 +81,14 @@ def _fingerprint(folder: Path, results: dict[str, Any], samples: list[dict[str, 
         if protocol[name] != fingerprint[name]:
             yield f"its fingerprint has {name}={fingerprint[name]}, but its protocol {name}={protocol[name]}"
     of_cell = {name: protocol[name] for name in ("task", "model", "method", "ratio", "budget", "settings")}
-    expected = Cell(**of_cell, options=protocol["changed_options"]).folder(Path())
+    # JSON made lists of tuples, which a folder's name shows.
+    options = {name: tuple(v) if isinstance(v, list) else v for name, v in protocol["changed_options"].items()}
+    expected = Cell(**of_cell, options=options).folder(Path())
     if folder.resolve().parts[-3:] != expected.parts:
         yield f"its folder does not match its protocol: expected {expected.as_posix()}"
     try:
-        defaults = method_options(protocol["method"], protocol["options"].get("scorer"))
+        # As JSON has them, which makes lists of tuples.
+        defaults = json.loads(dumps(method_options(protocol["method"], protocol["options"].get("scorer"))))
     except KVCompressError as error:
         yield str(error)
         return

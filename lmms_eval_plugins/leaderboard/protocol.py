@@ -110,4 +110,6 @@ def as_text(value: Any) -> str:
         return exact(value)
     if isinstance(value, dict):
         return ",".join(f"{name}={as_text(item)}" for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return ",".join(map(as_text, value))
     return str(value)

@@ -24,7 +24,11 @@ def command_of(cell: dict[str, Any]) -> str:
     words = [SCRIPT, protocol["task"], protocol["model"], protocol["method"], size]
     if protocol["ratio"] is None:
         words.append(f"budget={protocol['budget']}")
-    words += [f"{name}={as_text(value)}" for name, value in protocol["changed_options"].items()]
+    for name, value in protocol["changed_options"].items():
+        if name == "server":  # its kind, no option; the environment has its address
+            words += ["--server", str(cell.get("environment", {}).get("device")).partition(" at ")[2]]
+        else:
+            words.append(f"{name}={as_text(value)}")
     for name, value in protocol["settings"].items():
         if name in SWITCHES:
             words.append(f"--{name}")

@@ -56,7 +56,7 @@ class KVCompressLM(Answerer):
     Attributes:
         model, processor, tokenizer: transformers' own.
         rows: the measurement rows since the start or the last `reset_rows`.
-        overlays: the number of questions per task whose rows also record the kept tokens, see `kept_tokens.record`.
+        overlays: rows of a task's questions before this one also record the kept tokens, see `kept_tokens.record`.
         answer_store: answers of earlier runs; None to answer every question anew.
         few_shot: how few-shot examples are drawn and shown.
         sizes: how many requests are answered together.

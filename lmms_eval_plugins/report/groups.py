@@ -15,7 +15,7 @@ from kvcompress import KVCompressError
 from kvcompress.files import UNFINISHED
 
 from ..cells.errors import leave_out
-from ..cells.results import RESULTS_FILE, DamagedFile, read_cell
+from ..cells.results import RESULTS_FILE, DamagedFile, read_cell, tokens_out
 from .clusters import cluster_of
 from .table import by_question, headline, sweep_frame
 
@@ -140,7 +140,7 @@ def question_frame(
                 "score": score,
                 "cluster": cluster_of(cell, sample, found, cluster),
                 **{name: measured.get(name) for name in MEASURED},
-                "tokens_out": tokens_out(sample),
+                "tokens_out": tokens_out(sample, cell["protocol"]["settings"].get("repeats", 1)),
                 "seconds": seconds(sample),
             }
         )
@@ -164,8 +164,3 @@ def seconds(sample: dict[str, Any]) -> float:
     if any(row.get("ttft_s") is None or (row["tpot_s"] is None and row["tokens_out"] > 1) for row in measured):
         return math.nan
     return sum(row["ttft_s"] + (row["tpot_s"] or 0) * (row["tokens_out"] - 1) for row in measured)
-
-
-def tokens_out(sample: dict[str, Any]) -> int:
-    """Return the tokens of a question's answer, or of all its answers together."""
-    return sum(row["tokens_out"] for row in sample.get("measurements", [sample["measurement"]]))

@@ -99,7 +99,8 @@ function drawChoice() {
   drawPlot($("plot-best"), "ratio", true, (share) => percent(share, 0), "share kept, as asked");
   $("best-names").replaceChildren(...[...new Set(best.map(({ series }) => series))].map(named));
   group = whole;
-  $("best-caption").textContent = `${board.regime}: the best of ${new Set(board.cells.map(({ variant }) => variant)).size} methods`;
+  const competing = board.cells.filter(({ method }) => method !== "full" && method !== "hindsight");
+  $("best-caption").textContent = `${board.regime}: the best of ${new Set(competing.map(({ variant }) => variant)).size} methods`;
 }
 
 // -- which rows

@@ -47,6 +47,14 @@ def test_tokens_of_an_answer_count_for_each_metric_that_has_a_number_for_all_its
     }
 
 
+def test_tokens_of_repeated_answers_are_those_of_one_because_one_is_scored():
+    measured = [{"tokens_out": count} for count in (3, 4, 5)]
+    sample = {"task": "t", "doc_id": 0, "filter": "none", "measurement": measured[-1], "measurements": measured}
+    output = {"results": {"t": {"acc,none": 1.0}}, "configs": {"t": {}}}
+    sums = metric_tokens(output, [{**sample, "acc": 1.0}], repeats=3)
+    assert sums == {"t": {"acc,none": {"tokens_out": 4, "score": 1.0}}}
+
+
 def test_a_tensor_parallel_models_ranks_are_not_shared_out(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")

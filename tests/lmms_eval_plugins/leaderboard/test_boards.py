@@ -198,6 +198,7 @@ COMMANDS = {
     "options": "tiny_textvqa tiny full,snapkv 0.2 window_size=8 first_token=compressed merge=cam",
     "budget": "tiny_textvqa tiny snapkv - budget=64,128 layer_budget=pyramid decode_ratio=0.5",
     "preset": "tiny_textvqa tiny simlayerkv - preset=qwen2",
+    "several numbers": "tiny_textvqa tiny pyramiddrop 0.2 steps=2,3,4",
     "seeds": "tiny_textvqa tiny random 0.2 seed=3 --seed 7",
     "settings": "tiny_textvqa tiny knorm 0.2 batch_size=auto:4 dtype=float32 max_new_tokens=7 vision_cache_gb=0 "
     "'system_prompt=Be brief, please.' --limit 0.25 --offset 3 --seed 7 --num_fewshot 0 "
@@ -217,6 +218,14 @@ def test_the_command_of_a_row_asks_for_that_cell_alone(name):
         script, *words = shlex.split(command)
         assert script == "./scripts/run_eval.sh"
         assert Plan.of(parse(words)).cells == [(cell, options)]
+
+
+def test_the_command_of_a_row_that_a_server_answered_asks_the_server():
+    cell = cell_of(changed={"server": "kvcompress", "window_size": 8})
+    environment = {"device": "kvcompress at http://127.0.0.1:8000/v1"}
+    assert command_of({**cell, "environment": environment}) == (
+        "./scripts/run_eval.sh t m snapkv 0.2 --server http://127.0.0.1:8000/v1 window_size=8"
+    )
 
 
 def test_the_command_of_several_processes_says_so():

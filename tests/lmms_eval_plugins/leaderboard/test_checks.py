@@ -2,12 +2,19 @@
 
 import json
 import shutil
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
-from lmms_eval_plugins.leaderboard import plausible
+from kvcompress import list_methods
+from lmms_eval_plugins.cells.plan import Plan
+from lmms_eval_plugins.cells.results import dumps
+from lmms_eval_plugins.evaluate import parse
+from lmms_eval_plugins.leaderboard import checks, plausible
 from lmms_eval_plugins.leaderboard.checks import problems
 from lmms_eval_plugins.leaderboard.command import main
+from lmms_eval_plugins.model.input_methods import INPUT_METHODS, method_options
 from tests.lmms_eval_plugins.leaderboard.conftest import ARCHIVE
 
 TASK = "tiny_textvqa"
@@ -100,6 +107,24 @@ def test_what_was_edited_or_lost_is_named_in_a_line(two, name, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert all(line.startswith(f"{root.name}: {TASK}/tiny/") for line in lines)
     assert any(said in line and two.name in line for line in lines), lines
+
+
+@pytest.mark.parametrize("method", [*list_methods(), *INPUT_METHODS])
+def test_a_cell_with_every_option_at_its_default_has_changed_none(method):
+    whole = {"task": "t", "model": "m", "method": method, "ratio": 0.2, "budget": None, "settings": {}}
+    whole |= {"options": json.loads(dumps(method_options(method)))}
+    results = {"protocol": {**whole, "changed_options": {}}, "fingerprint": {**whole, "code": 1, "data": 1, "tasks": 1}}
+    assert list(checks._fingerprint(Path("t/m") / f"{method}-0.2", results, [])) == []
+
+
+def test_the_folder_of_a_cell_with_an_option_of_several_numbers_is_its_own():
+    ((cell, options),) = Plan.of(parse(["tiny_textvqa", "tiny", "pyramiddrop", "0.2", "steps=2,3,4"])).cells
+    whole = json.loads(dumps(asdict(cell)))
+    changed = whole.pop("options")
+    whole["options"] = json.loads(dumps(options))
+    results = {"protocol": {**whole, "changed_options": changed}}
+    results["fingerprint"] = {**whole, "code": 1, "data": 1, "tasks": 1}
+    assert list(checks._fingerprint(cell.folder(Path()), results, [])) == []
 
 
 def test_cells_that_are_damaged_moved_alone_or_unfinished_are_named(two, capsys):

@@ -85,6 +85,15 @@ def test_the_page_says_why_no_method_is_chosen(browser, tmp_path):
     assert page.inner_text("#no-choice").startswith("None is chosen here")
 
 
+def test_the_plot_of_the_best_counts_neither_the_full_cache_nor_hindsight_as_methods(browser, tmp_path):
+    for method in ("full", "snapkv", "knorm", "hindsight"):
+        write_answers(tmp_path, "letters", method, 1.0 if method == "full" else 0.5, "abcd", protocol=SCOPE)
+    assert main([str(tmp_path), "--out", str(tmp_path / "a.html")]) == 0
+    page, _, _ = opened(browser, tmp_path / "a.html")
+    assert page.inner_text("#best-caption").endswith("the best of 2 methods")
+    page.close()
+
+
 TOO_WIDE = "(box => box.scrollWidth - box.clientWidth)(document.querySelector('.scroll'))"  # pixels of the table
 
 

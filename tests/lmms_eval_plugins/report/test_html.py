@@ -309,6 +309,16 @@ def test_all_of_the_page_is_there_when_it_is_loaded(browser, report):
     page.close()
 
 
+def test_of_the_scores_by_size_hindsights_is_never_the_best(browser, tmp_path):
+    for ratio in (0.5, 0.2):
+        for method, answers in (("hindsight", "abcd"), ("snapkv", "abcx"), ("knorm", "abxx")):
+            folder = write_answers(tmp_path / "results", "t", method, ratio, answers)
+    assert main(["report", str(folder), "--out", str(tmp_path)]) == 0
+    page, _, _ = opened(browser, tmp_path / "report.html")
+    assert page.locator("#matrix b").all_inner_texts() == ["75.0"] * 2
+    page.close()
+
+
 def test_the_page_reads_bits_as_python_packs_them(browser, report):
     page = browser.new_page()
     page.goto(f"file://{report / 'report.html'}")
@@ -430,6 +440,14 @@ def test_overlays_are_stored_once_asked_for(clean_process, tmp_path, capsys):
     assert main(["report", "results"]) == 0
 
 
+@pytest.mark.slow
+def test_overlays_are_of_the_first_questions_that_are_asked(clean_process, tmp_path):
+    words = ["tiny_textvqa", "tiny", "snapkv", "0.2", "--limit", "2", "--offset", "3", "--overlays", "1"]
+    assert evaluate.main(words) == 0
+    (folder,) = tmp_path.glob("results/*/*/snapkv*")
+    assert [one["doc_id"] for one in read_kept_tokens(folder)] == [3]
+
+
 def test_show_writes_the_overlay_of_one_image(clean_process, tmp_path, capsys):
     Image.new("RGB", (200, 120), (200, 60, 60)).save("a.png")
     assert main(["show", "a.png", "What is it?", "--method", "snapkv,random", "--ratio", "0.2", "window_size=4"]) == 0
@@ -518,3 +536,13 @@ def test_settings_in_another_order_are_the_same_and_the_tokens_of_all_rounds_cou
     samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (group,) = load_groups(folder)
     assert [own["tokens_out"].iloc[0] for own in group.frame["questions"]] == [3, 6]
+
+
+def test_of_repeated_answers_the_mean_tokens_count(tmp_path):
+    folder = write_answers(tmp_path, "t", "full", 1.0, "abcd", tokens=3, settings={"repeats": 2})
+    samples = next(folder.glob("full*")) / "samples.jsonl"
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    rows = [row | {"measurements": [row["measurement"], row["measurement"] | {"tokens_out": 4}]} for row in rows]
+    samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (group,) = load_groups(folder)
+    assert group.frame["questions"].iloc[0]["tokens_out"].tolist() == [3.5] * 4
