@@ -1,5 +1,6 @@
 """Device helpers: copy numbers to a device and back, wait for it, and read its peak memory."""
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -30,6 +31,12 @@ def fetched(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
         next(parts).view(each.shape).to(each.dtype) if each is not None and each.device.type != "cpu" else each
         for each in tensors
     ]
+
+
+def own_dtypes(device: torch.device) -> AbstractContextManager:
+    """Return a context without autocast, which would compute fp32 scores in 16 bits."""
+    is_autocast = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_autocast else nullcontext()
 
 
 class Arriving:

@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from ..clusters.calibrated import check_calibrated_for
 from ..clusters.learned import check_learned_for
-from ..device import on_device
+from ..device import on_device, own_dtypes
 from ..errors import KVCompressError
 from ..hooks.model import unwrapped
 from ..hooks.model_identity import ModelReference
@@ -27,6 +27,7 @@ from . import saved
 from .hiding import Hiding
 from .layer import CompressedLayer, nbytes_of
 from .new_tokens import NewTokens, check_past
+from .passes import Waiting
 from .scope import evictable
 from .storage.static import StaticStorage
 
@@ -198,13 +199,13 @@ class CompressedCache(DynamicCache):
 
     def finish(self) -> None:
         """Finish a prompt: if the layers' budgets depend on all layers, compress them now."""
-        self._finish_waiting()
+        waiting = [layer.waiting for layer in self.compressed_layers if layer.waiting is not None]
+        if waiting:
+            with own_dtypes(waiting[0].candidates.keys.device):
+                self._finish_waiting(waiting)
         self._count_together()
 
-    def _finish_waiting(self) -> None:
-        waiting = [layer.waiting for layer in self.compressed_layers if layer.waiting is not None]
-        if not waiting:
-            return
+    def _finish_waiting(self, waiting: list[Waiting]) -> None:
         for prompt in waiting:
             if prompt.scores is None:
                 prompt.assess()

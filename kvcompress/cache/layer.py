@@ -8,6 +8,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import CacheLayerMixin
 
+from ..device import own_dtypes
 from ..errors import KVCompressError
 from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
@@ -322,16 +323,13 @@ class CompressedLayer(CacheLayerMixin):
         if rotary is not None:  # it is on the first layer's device
             rotary = rotary.to(queries.device)
 
-        if self.staged is not None:
-            self.scaling, self.module = scaling, module
-        if self.staged is None or not self._listeners:
-            self._pass = self._pass.after_attention(scored, scaling, module, rotary)
-            return
-
         def compress() -> None:
             self._pass = self._pass.after_attention(scored, scaling, module, rotary)
 
-        states = States(queries, *self.staged, scaling, module, rotary)
-        for listener in self._listeners.values():
-            compress = partial(listener, states, compress)
-        compress()
+        if self.staged is not None:
+            self.scaling, self.module = scaling, module
+            states = States(queries, *self.staged, scaling, module, rotary)
+            for listener in self._listeners.values():
+                compress = partial(listener, states, compress)
+        with own_dtypes(queries.device):
+            compress()

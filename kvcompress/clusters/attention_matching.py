@@ -57,9 +57,8 @@ class AttentionMatchingKVCluster(KVCluster):
                 if length and int(stays.sum()) < length:
                     states = keys[row, head, first:, :-1], values[row, head, first:]
                     fitted = self._matched(asked[head], *states, columns[stays] - first, view.scaling)
-                    new_keys[row, head, stays, -1], new_values[row, head, stays] = (
-                        part.to(keys.dtype) for part in fitted
-                    )
+                    new_keys[row, head, stays, -1] = fitted[0].to(keys.dtype)
+                    new_values[row, head, stays] = fitted[1].to(values.dtype)
         return replace(kept, keys=new_keys, values=new_values)
 
     def _references(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

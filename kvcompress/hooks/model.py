@@ -1,5 +1,6 @@
 """Finding the parts of a transformers model that compression connects to, for any family."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,17 @@ def check_heads(model: PreTrainedModel, config: Any, policy: Policy) -> None:
         if config.num_key_value_heads % processes:
             raise KVCompressError(f"{config.num_key_value_heads} KV heads are not divisible by {processes} processes")
         check_conflicts(policy, TENSOR_PARALLEL)
+
+
+def check_whole_prompt(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
+    """Raise KVCompressError if these options of `generate` split a prompt, whose pieces would be compressed as prompts
+    of their own."""
+    config = options.get("generation_config") or model.generation_config
+    if options.get("prefill_chunk_size", getattr(config, "prefill_chunk_size", None)) is not None:
+        raise KVCompressError(
+            "prefill_chunk_size= would compress each piece of a prompt as a prompt of its own: give compress(...) "
+            "prefill_chunk= instead"
+        )
 
 
 def unwrapped(model: torch.nn.Module) -> PreTrainedModel:

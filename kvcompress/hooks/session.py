@@ -30,7 +30,7 @@ from .attention import PREFIX, connected, register_attention
 from .chunked_prefill import feed_in_chunks
 from .context_first import read_context_first
 from .hidden_states import watch_hidden_states
-from .model import attention_config, check_cache, check_heads, text_decoder, unwrapped
+from .model import attention_config, check_cache, check_heads, check_whole_prompt, text_decoder, unwrapped
 from .model_identity import ModelReference
 from .positions import go_on_from, note_last_position, rope_deltas
 from .prefix_cache import PrefixCache
@@ -146,7 +146,7 @@ class Session:
             undo.callback(after.remove)
             if hasattr(self.model, "prepare_inputs_for_generation"):
                 undo.callback(wrapped(self.model, "prepare_inputs_for_generation", self._prepare_inputs).remove)
-            if hasattr(self.model.base_model, "rope_deltas"):
+            if hasattr(self.model, "generate"):
                 undo.callback(wrapped(self.model, "generate", self._generate).remove)
             for watch in (self._frames, self._tower):
                 for hook in watch.attach() if watch is not None else ():
@@ -171,6 +171,7 @@ class Session:
             self._config._attn_implementation = self._base
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        check_whole_prompt(self.model, kwargs)
         self._count_on(cache_in(kwargs))  # `generate` counts positions before the first forward pass
         return generate(*args, **kwargs)
 
@@ -361,8 +362,7 @@ class Session:
         """
         if self._new_cache is None:
             raise KVCompressError("attach(...) compresses nothing by itself: requests in flight need compress(...)")
-        kind = self._new_cache.get("cache_implementation", "dynamic")
-        check_storage(kind)
+        check_storage(kind := self._new_cache.get("cache_implementation", "dynamic"))
         # A prompt is compressed in its own cache, without room for new tokens, and then moves into its slot.
         new_cache = {**self._new_cache, "cache_implementation": "dynamic", "max_new_tokens": 0}
         if self._new_cache["max_new_tokens"] is not None:

@@ -5,6 +5,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from ..cache.cache import LAYER_NAMES, CompressedCache
 from ..cache.layer import CompressedLayer
+from ..device import own_dtypes
 from ..errors import KVCompressError
 from ..scoring.rotary import Rotary
 from .layer import DecodingLayer, SlidingSlotLayer, SlotLayer, Slots
@@ -122,8 +123,9 @@ class SlotCache(Cache):
     def evict(self) -> None:
         """Reduce the sequences that are due to the decode budget. Can be called again after it broke off."""
         if self.policy.decode is not None:
-            for layer in self.layers:
-                layer.evict()
+            with own_dtypes(self._device):
+                for layer in self.layers:
+                    layer.evict()
 
     # -- for the session
 

@@ -28,6 +28,9 @@ from .conflicts import (
 from .options import STORAGE_OPTIONS, TAKEN, Engine, all_options
 from .policy import Policy
 
+# What a method may let the model read before entries are chosen -> options that it then needs.
+SECOND_PASSES = {"": (), "context": ("chunk_size", "sinks", "instruction"), "answer": ("answer_tokens",)}
+
 
 def make_policy(
     method: str | None = None, ratio: float | None = None, budget: int | None = None, **options: object
@@ -121,8 +124,16 @@ def _check_parts(policy: Policy, info: MethodInfo, scored_by: MethodInfo) -> Non
         check_conflicts(policy, SCORER)
         if scored_by.name == "full" or scored_by.cls.update_kv is not KVCluster.update_kv:
             raise KVCompressError(f"method {scored_by.name!r} cannot be a scorer: it does not choose by scores")
+    # A method's class attributes, too, are checked: it may be a user's own.
+    second = policy.cluster.second_pass
+    if second not in SECOND_PASSES:
+        raise unknown_name("there is no second_pass", second, SECOND_PASSES)
+    if missing := [name for name in SECOND_PASSES[second] if not hasattr(policy.cluster, name)]:
+        raise KVCompressError(f"method {scored_by.name!r} has second_pass={second!r}, but no option {missing[0]!r}")
+    chosen = {name: policy.chosen(name) for name in ("safeguard", "decode_interval")}
+    validated(Engine, f"method {scored_by.name!r}:", chosen)
     heads = ["uniform", "shared", *ADAPTIVE]
-    if policy.head_budget not in heads:  # a class attribute, which is not validated
+    if policy.head_budget not in heads:
         raise unknown_name("there is no head_budget", policy.head_budget, heads)
     merges = ["none", *MERGES]
     if policy.chosen("merge") not in merges:

@@ -223,6 +223,27 @@ def test_the_same_seed_selects_the_same_entries(method):
     assert runs[0] == runs[1]
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_under_autocast_a_method_computes_in_dtypes_of_its_own(method, monkeypatch):
+    """Autocast would compute fp32 scores in 16 bits; and it gives keys and values different dtypes."""
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [30, 24])
+    cls, is_autocast = kvcompress.list_methods()[method].cls, []
+    keep = cls.keep
+
+    def noting(*args):
+        is_autocast.append(torch.is_autocast_enabled("cpu"))
+        return keep(*args)
+
+    monkeypatch.setattr(cls, "keep", noting)
+    options = {"ratio": 0.3, "decode_ratio": 0.3, "decode_interval": 2, **calibration_of(method, model)}
+    with torch.autocast("cpu", torch.bfloat16), kvcompress.compress(model, method, **options) as session:
+        generate(model, inputs, NEW)
+        next(session.generate_many([{"input_ids": inputs["input_ids"][:1]}], slots=1, max_new_tokens=NEW))
+    assert len(is_autocast) >= 4
+    assert not any(is_autocast)
+
+
 @pytest.mark.parametrize(("method", "bad"), paired([*METHODS, *MERGES], [math.nan, math.inf]))
 def test_a_row_whose_states_are_not_finite_gets_nan_logits_and_changes_no_other_row(method, bad):
     model = FAMILIES["qwen2"].build()

@@ -210,6 +210,12 @@ def test_a_later_prompts_mask_may_not_hide_what_is_in_the_cache():
     assert torch.equal(logits[0], logits[2])
 
 
+def test_a_prompt_that_generate_would_split_is_an_error():
+    """Each piece would be compressed as a prompt of its own."""
+    with compress(), pytest.raises(KVCompressError, match=r"give compress\(\.\.\.\) prefill_chunk="):
+        MODEL.generate(**INPUTS, max_new_tokens=2, prefill_chunk_size=8)
+
+
 def test_an_empty_prompt_is_an_error():
     with compress(), pytest.raises(KVCompressError, match=r"no token to process.*\(1, 0\)"):
         MODEL(torch.zeros(1, 0, dtype=torch.long))

@@ -206,10 +206,20 @@ def test_a_preset_that_sets_what_is_no_option_is_an_error(registry):
         make_policy("misspelt", 0.5, preset="longbench")
 
 
-def test_a_head_budget_that_a_method_misspells_is_an_error(registry):
-    misspelt = type("Misspelt", (PublishedKVCluster,), {"head_budget": "adaptve"})
+@pytest.mark.parametrize(
+    ("attribute", "value", "said"),
+    [
+        ("head_budget", "adaptve", r"no head_budget 'adaptve' \(did you mean 'adaptive'"),
+        ("second_pass", "contxt", r"no second_pass 'contxt' \(did you mean 'context'"),
+        ("second_pass", "answer", "second_pass='answer', but no option 'answer_tokens'"),
+        ("safeguard", 1.5, "'misspelt': 'safeguard' is 1.5"),
+        ("decode_interval", 0, "'misspelt': 'decode_interval' is 0"),
+    ],
+)
+def test_a_wrong_class_attribute_of_a_method_is_an_error(attribute, value, said, registry):
+    misspelt = type("Misspelt", (PublishedKVCluster,), {attribute: value})
     kvcompress.register_method("misspelt")(misspelt)
-    with pytest.raises(kvcompress.KVCompressError, match=r"no head_budget 'adaptve' \(did you mean 'adaptive'"):
+    with pytest.raises(kvcompress.KVCompressError, match=said):
         make_policy("misspelt", 0.5)
 
 
