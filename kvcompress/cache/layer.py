@@ -52,8 +52,9 @@ class LayerKeys(torch.Tensor):
         if is_moved and args[1:] == (args[0].plain.device,):  # some models do this before a layer without keys
             return args[0]
         raise KVCompressError(
-            "a layer's compressed keys reached an attention that is not kvcompress's: set_attn_implementation was "
-            "called, or kvcompress.compress(...) left, in the middle of a forward pass"
+            "a layer's compressed keys reached something else than kvcompress's attention: the model computes with "
+            "what it has cached (latent attention), or set_attn_implementation was called, or "
+            "kvcompress.compress(...) left, in the middle of a forward pass"
         )
 
 
