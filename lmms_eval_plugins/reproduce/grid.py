@@ -43,7 +43,7 @@ def reproduce(flags: argparse.Namespace, extra: list[str]) -> int:
             run_all(possible, failed)
         except KeyboardInterrupt as error:
             interruption = error
-    rows = [row(cell, reference, failed.get(cell.key) or reasons[cell.key] or "not run") for cell in cells]
+    rows = [row(cell, reference, reasons[cell.key] or "not run", failed.get(cell.key)) for cell in cells]
     for file in write_report(config, rows, flags.output_path / name):
         print(f"written: {file}")
     if flags.write_reference:

@@ -53,10 +53,16 @@ class Row:
     note: str
 
 
-def row(cell: PlannedCell, reference: dict[tuple[str, ...], tuple[float, float]], reason: str) -> Row:
-    """Return a cell's row with its reference; `reason` becomes the note if it has no result."""
+def row(
+    cell: PlannedCell,
+    reference: dict[tuple[str, ...], tuple[float, float]],
+    reason: str,
+    failed: str | None = None,
+) -> Row:
+    """Return a cell's row with its reference. If it has no result, the note says how its run `failed`, or else the
+    `reason`."""
     theirs, reading_error = reference.get(cell.key, (None, None))
-    ours, stderr, margin, tokens, short, note = None, None, None, None, False, reason
+    ours, stderr, margin, tokens, short, note = None, None, None, None, False, failed or reason
     if cell.folder is not None and (cell.folder / RESULTS_FILE).is_file():
         try:
             results = read_results(cell.folder)
@@ -67,6 +73,7 @@ def row(cell: PlannedCell, reference: dict[tuple[str, ...], tuple[float, float]]
             margin, note = interval(stderr, questions, cell.benchmark.scale), f"{questions} questions"
             short = too_short(results)
             note += _other_share(results) + f", {SHORT}" * short
+            note += f"; perhaps of an earlier run, as this one {failed}" if failed else ""
     difference = None if ours is None or theirs is None else ours - theirs
     inside = None
     if difference is not None and margin is not None:

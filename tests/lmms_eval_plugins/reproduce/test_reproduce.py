@@ -314,6 +314,15 @@ def test_a_failed_call_stops_nothing_else_and_stands_in_the_table(configuration,
     assert "| KNorm | 0.5 | missing | - | - | - | - | failed: model 'm' could not be loaded |" in text
 
 
+def test_a_result_of_before_a_failed_call_is_not_shown_as_the_call_s(configuration, executed, tmp_path):
+    executed.answer = (1, "model 'm' could not be loaded")
+    write(tmp_path / "results", "one", "knorm", 0.5, "abcx")
+    assert main([configuration(), "--only", "ratio=0.5"]) == 1
+    rows, _ = table(tmp_path / "results")
+    note = "perhaps of an earlier run, as this one failed: model 'm' could not be loaded"
+    assert rows["One", "KNorm", 0.5]["note"].endswith(note)
+
+
 def test_ctrl_c_ends_with_the_table_of_what_is_there(configuration, executed, tmp_path, capsys):
     executed.answer = KeyboardInterrupt()
     write(tmp_path / "results", "one", "knorm", 0.5, "abcx")
