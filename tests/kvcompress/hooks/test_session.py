@@ -260,15 +260,6 @@ def test_a_forward_pass_that_broke_off_before_the_first_layer_left_no_trace():
     assert torch.equal(torch.stack(logits), expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"decode_budget": 8, "decode_interval": 2}, STATIC])
-def test_a_copied_cache_goes_on_as_the_original(options):
-    with torch.no_grad(), compress(**options) as session:
-        MODEL(**INPUTS)
-        copied = copy.deepcopy(session.cache)
-        logits = [torch.stack([step(MODEL, cache, count) for count in range(4)]) for cache in (session.cache, copied)]
-    assert torch.equal(*logits)
-
-
 def test_a_cache_is_not_taken_for_a_list_of_keys_and_values():
     with torch.no_grad(), compress() as session:
         MODEL(**INPUTS)
@@ -285,11 +276,6 @@ def test_max_new_tokens_is_a_number_of_tokens(value):
         with pytest.raises(KVCompressError, match=r"max_new_tokens=.* is not an integer of at least 0") as error:
             make()
         assert "\n" not in str(error.value)
-
-
-def test_fixed_shapes_without_room_are_refused_at_once():
-    with pytest.raises(KVCompressError, match="needs max_new_tokens"):
-        compress(cache_implementation="static")
 
 
 @pytest.mark.parametrize("kind", ["static", "offloaded_static"])

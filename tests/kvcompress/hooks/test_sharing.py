@@ -14,6 +14,7 @@ from tests.support.storages import STORAGES
 
 END = 6  # tokens of a question
 LENGTHS = [40, 63]
+SNAPKV = {"method": "snapkv", "ratio": 0.4, "window_size": 4}  # a larger window would be all that is kept
 OPTIONS = {
     "fed again": {"first_token": "compressed"},
     "context": {"scope": "context", "context_tokens": -END},
@@ -35,7 +36,7 @@ def prefill(model, inputs: dict, **options: object) -> Answer:
     with SharedPrompt(model) as shared:
         answer(model, inputs)
     with SharedPrompt(model, shared.prompt_pass) as again:
-        ours = answer(model, inputs, "snapkv", 0.4, **options)
+        ours = answer(model, inputs, **SNAPKV, **options)
     assert again.is_known
     return ours
 
@@ -44,7 +45,7 @@ def prefixes(model, inputs: dict, **options: object) -> Answer:
     """By a `PrefixCache`: prompts that end otherwise were read for another method."""
     known = PrefixCache(gb=1)
     answer(model, with_end(inputs, END), prefix_cache=known)
-    ours = answer(model, inputs, "snapkv", 0.4, prefix_cache=known, **options)
+    ours = answer(model, inputs, **SNAPKV, prefix_cache=known, **options)
     assert known.reused_tokens == sum(LENGTHS) - len(LENGTHS) * END
     return ours
 
@@ -52,9 +53,9 @@ def prefixes(model, inputs: dict, **options: object) -> Answer:
 def contexts(model, inputs: dict, **options: object) -> Answer:
     """By a `PrefixCache`: what is kept of the contexts was chosen for other questions."""
     known = PrefixCache(gb=1)
-    answer(model, with_end(inputs, END), "snapkv", 0.4, prefix_cache=known, **options)
+    answer(model, with_end(inputs, END), **SNAPKV, prefix_cache=known, **options)
     held = known.nbytes
-    ours = answer(model, inputs, "snapkv", 0.4, prefix_cache=known, **options)
+    ours = answer(model, inputs, **SNAPKV, prefix_cache=known, **options)
     assert known.reused_tokens == sum(LENGTHS) - len(LENGTHS) * END
     assert known.nbytes == held
     return ours
@@ -72,7 +73,7 @@ def test_every_protocol_and_storage_goes_with_what_is_known(known_by, name, fami
     options = OPTIONS[name] | (FIRST if known_by is contexts else {})
     model = FAMILIES[family].build()
     inputs = FAMILIES[family].inputs(model, LENGTHS, [1, 1] if FAMILIES[family].is_vlm else None)
-    ours, expected = known_by(model, inputs, **options), answer(model, inputs, "snapkv", 0.4, **options)
+    ours, expected = known_by(model, inputs, **options), answer(model, inputs, **SNAPKV, **options)
     assert_same(ours, expected, tolerance=1e-4 if known_by is prefixes else 0)
 
 
@@ -84,7 +85,7 @@ def test_two_answers_about_one_context_go_on_side_by_side(name):
     ids, mask = inputs["input_ids"][:, -1:], torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
     of_both = []
     for prefixes in (None, PrefixCache(gb=1)):
-        with kvcompress.compress(model, "snapkv", 0.4, prefix_cache=prefixes, **FIRST, **OPTIONS[name]) as session:
+        with kvcompress.compress(model, **SNAPKV, prefix_cache=prefixes, **FIRST, **OPTIONS[name]) as session:
             caches = []
             for seed in (1, 2, 3):
                 session.model(**with_end(inputs, END, seed), logits_to_keep=1)
