@@ -6,7 +6,7 @@ import kvcompress
 from kvcompress.check.reference import generate
 from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES
-from tests.support.kept import kept_of
+from tests.support.kept import kept_lists
 
 ROOM = 64  # tokens, where a storage has fixed shapes
 STORAGES = {
@@ -45,8 +45,3 @@ def beside_dynamic(
     assert kept_lists(session.cache) == kept
     assert session.cache.seen_tokens == inputs["input_ids"].shape[1] + new - 1
     return logits, expected, session.cache
-
-
-def kept_lists(cache: kvcompress.CompressedCache) -> list:
-    """Return the kept columns, [layer][row][head], as lists."""
-    return [[[head.tolist() for head in row] for row in layer] for layer in kept_of(cache)]

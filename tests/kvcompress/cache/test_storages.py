@@ -10,7 +10,8 @@ from kvcompress.cache.storage.think import ThinKStorage
 from kvcompress.check.reference import generate
 from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
-from tests.support.storages import EXACT, STORAGES, beside_dynamic, kept_lists
+from tests.support.kept import kept_lists
+from tests.support.storages import EXACT, STORAGES, beside_dynamic
 from tests.support.strategies import METHODS, SOME_METHODS
 
 MODEL = FAMILIES["qwen2"].build()

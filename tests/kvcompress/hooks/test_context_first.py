@@ -1,7 +1,5 @@
 """`scope="context-first"`: a context is compressed before its question passes through the model, once for all."""
 
-import copy
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from tests.support import answers
 from tests.support.answers import assert_same
 from tests.support.calibrations import calibration_of
 from tests.support.examples import some
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, sliding_model
 from tests.support.in_flight import with_end
 from tests.support.kept import kept_of
 from tests.support.strategies import METHODS, SOME_METHODS
@@ -25,16 +23,6 @@ ANSWERED = [name for name in METHODS if name != "hindsight"]
 
 def answer(model, inputs, method, prefixes=None, ratio=0.4, **options) -> answers.Answer:
     return answers.answer(model, inputs, method, ratio, NEW, prefix_cache=prefixes, **{**FIRST, **options})
-
-
-def sliding_model():
-    """Full attention in the second of three layers only."""
-    config = copy.deepcopy(QWEN2.build().config)
-    config.use_sliding_window, config.sliding_window = True, 12
-    config.layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return type(QWEN2.build())(config).eval()
 
 
 def in_two_steps(model, inputs, method, ratio=0.4, **options):
@@ -171,7 +159,7 @@ def test_entries_stay_where_states_do_not_fit():
 
 
 def test_layers_that_slide_go_on_from_a_known_context():
-    model, prefixes = sliding_model(), PrefixCache(gb=1)
+    model, prefixes = sliding_model("sliding", "full", "sliding"), PrefixCache(gb=1)
     prompts = [with_end(QWEN2.inputs(model, [63]), ASKS, seed) for seed in (1, 2)]
     for prompt in prompts:
         assert_same(answer(model, prompt, "snapkv", prefixes), answer(model, prompt, "snapkv"))
