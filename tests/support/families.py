@@ -11,6 +11,7 @@ The property tests draw from FAMILIES. MORE_FAMILIES have the same interface and
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -714,3 +715,13 @@ LISTED_FAMILIES: dict[str, Family] = {
 }
 MORE_FAMILIES = {name: family for name, family in LISTED_FAMILIES.items() if hasattr(transformers, family.needs)}
 VLM_FAMILIES: dict[str, Family] = {name: family for name, family in FAMILIES.items() if family.is_vlm}
+
+
+def sliding_model(*layer_types: str) -> PreTrainedModel:
+    """Return a Qwen2 whose layers see all tokens ("full") or the last 12 ("sliding")."""
+    config = copy.deepcopy(FAMILIES["qwen2"].build(len(layer_types)).config)
+    config.use_sliding_window, config.sliding_window = True, 12
+    config.layer_types = [f"{kind}_attention" for kind in layer_types]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.Qwen2ForCausalLM(config).eval()

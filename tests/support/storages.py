@@ -1,4 +1,4 @@
-"""Answers from a storage beside those from dense and ragged entries in full precision."""
+"""The ways to store entries, and answers from them beside those from dense and ragged entries in full precision."""
 
 import torch
 
@@ -6,7 +6,24 @@ import kvcompress
 from kvcompress.check.reference import generate
 from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES
-from tests.support.kept import kept_of
+from tests.support.kept import kept_lists
+
+ROOM = 64  # tokens, where a storage has fixed shapes
+STORAGES = {
+    "static": {"cache_implementation": "static", "max_new_tokens": ROOM},
+    "offloaded": {"cache_implementation": "offloaded"},
+    "offloaded static": {"cache_implementation": "offloaded_static", "max_new_tokens": ROOM},
+    "think": {"cache_implementation": "think", "key_recent": 3},
+    "quanto": {"cache_implementation": "quantized", "kv_residual": 4},
+    "hqq": {
+        "cache_implementation": "quantized", "kv_backend": "hqq", "kv_bits": 8, "kv_group_size": 16, "kv_residual": 4,
+    },
+    "turboquant": {"cache_implementation": "quantized", "kv_backend": "turboquant", "kv_bits": 3},
+    "fp8": {"cache_implementation": "quantized", "kv_backend": "fp8"},
+}  # fmt: skip
+# Those that hold the very numbers, where `think` keeps all channels.
+EXACT = {name: STORAGES[name] for name in ("static", "offloaded", "offloaded static", "think")}
+EXACT["think"] = EXACT["think"] | {"key_channels": 1.0}
 
 
 def beside_dynamic(
@@ -28,8 +45,3 @@ def beside_dynamic(
     assert kept_lists(session.cache) == kept
     assert session.cache.seen_tokens == inputs["input_ids"].shape[1] + new - 1
     return logits, expected, session.cache
-
-
-def kept_lists(cache: kvcompress.CompressedCache) -> list:
-    """Return the kept columns, [layer][row][head], as lists."""
-    return [[[head.tolist() for head in row] for row in layer] for layer in kept_of(cache)]

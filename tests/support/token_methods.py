@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 import kvcompress
 from kvcompress.check.reference import attended, attending_by, generate
 from tests.support.families import FAMILIES, MORE_FAMILIES
+from tests.support.kept import real_lengths
 
 NEW = 3
 TOLERANCE = 1e-4  # fp32, logits of order 1
@@ -127,16 +129,43 @@ def video_batch(family: str, frames: list[int]) -> tuple[torch.nn.Module, dict, 
     return model, inputs, of_frames
 
 
-def as_hidden(model: torch.nn.Module, inputs: dict, method: str, ratio: float, **options: object) -> tuple:
-    """Generate; logits must be those of the full model in which what was dropped is hidden. Returns the kept columns,
-    the tokens and the logits."""
+class Hidden(NamedTuple):
+    """An answer, which is that of the full model in which what was dropped is hidden.
+
+    kept: columns, [layer][row]; weights: of each layer of the prompt's pass in that full model, (batch, heads, columns,
+    columns)."""
+
+    kept: list[list[list[int]]]
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    weights: list[torch.Tensor]
+
+
+def as_hidden(model: torch.nn.Module, inputs: dict, method: str, ratio: float | None, **options: object) -> Hidden:
+    """Generate; raise AssertionError if the logits are not those of the full model in which what was dropped is
+    hidden."""
     with kvcompress.compress(model, method, ratio, **options) as session:
         tokens, logits = generate(model, inputs, NEW)
     kept = kept_columns(session.cache)
-    with hidden_from(model, kept):
+    with hidden_from(model, kept) as weights:
         _, expected = generate(model, inputs, NEW, forced=tokens)
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
-    return kept, tokens, logits
+    return Hidden(kept, tokens, logits, weights[: len(kept)])
+
+
+def assert_rows_as_alone(
+    model: torch.nn.Module, family: str, inputs: dict, method: str, ratio: float, **options: object
+) -> None:
+    """Raise AssertionError if a row alone keeps other tokens or has other logits than in its batch."""
+    with kvcompress.compress(model, method, ratio, **options) as session:
+        tokens, logits = generate(model, inputs, NEW)
+    kept = kept_columns(session.cache)
+    for row, length in enumerate(real_lengths(inputs)):
+        solo, pads = FAMILIES[family].solo(inputs, row), inputs["input_ids"].shape[1] - length
+        with kvcompress.compress(model, method, ratio, **options) as session:
+            _, alone = generate(model, solo, NEW, forced=tokens[row : row + 1])
+        torch.testing.assert_close(logits[row], alone[0], atol=TOLERANCE, rtol=0)
+        assert [[c - pads for c in layer[row]] for layer in kept] == [layer[0] for layer in kept_columns(session.cache)]
 
 
 def of_video(method: str, family: str, ratio: float, **options: object) -> tuple[list, torch.Tensor, list]:
@@ -145,7 +174,7 @@ def of_video(method: str, family: str, ratio: float, **options: object) -> tuple
     model, inputs, of_frames = video_batch(family, [8, 8] if family == "llava-onevision" else [7, 5])
     with entering(model, 0) as states:
         _, full_logits = generate(model, inputs, NEW)
-    kept, _, logits = as_hidden(model, inputs, method, ratio, **options)
+    hidden = as_hidden(model, inputs, method, ratio, **options)
     if ratio == 1:
-        assert torch.equal(logits, full_logits)
-    return kept[0], states[0], of_frames
+        assert torch.equal(hidden.logits, full_logits)
+    return hidden.kept[0], states[0], of_frames

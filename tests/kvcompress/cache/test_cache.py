@@ -6,13 +6,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import DynamicCache, MambaConfig, MambaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import DynamicCache, MambaConfig, MambaForCausalLM
 
 import kvcompress
 from kvcompress.cache.storage.ragged import RaggedStorage
 from kvcompress.check.reference import generate
 from kvcompress.scoring.layer_view import Kept
-from tests.support.families import FAMILIES
+from tests.support.examples import examples
+from tests.support.families import FAMILIES, sliding_model
 
 MODEL = FAMILIES["qwen2"].build()
 
@@ -156,25 +157,8 @@ def test_embeddings_in_place_of_ids_give_the_same_answer():
     assert torch.equal(ours, expected)
 
 
-def sliding_model(layer_types: list[str]) -> Qwen2ForCausalLM:
-    config = Qwen2Config(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=len(layer_types),
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_sliding_window=True,
-        sliding_window=12,
-        layer_types=layer_types,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Qwen2ForCausalLM(config).eval()
-
-
 def test_sliding_window_layers_are_left_alone_and_the_log_says_so_once(caplog):
-    model = sliding_model(["full_attention", "sliding_attention", "full_attention"])
+    model = sliding_model("full", "sliding", "full")
     inputs = FAMILIES["qwen2"].inputs(model, [40, 25])
     tokens, expected = generate(model, inputs, 6)
     with kvcompress.compress(model, "snapkv", 1.0):
@@ -199,7 +183,7 @@ def test_sliding_window_layers_are_left_alone_and_the_log_says_so_once(caplog):
 
 
 def test_a_model_without_any_full_attention_is_an_error():
-    model = sliding_model(["sliding_attention"] * 2)
+    model = sliding_model("sliding", "sliding")
     with pytest.raises(kvcompress.KVCompressError, match="no layer with full attention"):
         kvcompress.CompressedCache(model.config, "snapkv", 0.2)
 
@@ -250,6 +234,7 @@ def test_the_last_head_may_keep_nothing_and_have_no_room():
     assert storage.visible().tolist() == [[[True] * 3, [False] * 3]]
 
 
+@examples(30)
 @given(data=st.data())
 def test_ragged_entries_are_the_same_where_the_host_does_not_know_their_numbers(data):
     """As on CUDA: slots for as many entries as one head could keep, and no list of lengths."""

@@ -11,10 +11,7 @@ from kvcompress.check.reference import generate
 from kvcompress.kernels import compiled, grouped, grouped_cpu
 from kvcompress.kernels.quantization import BITS, PACKAGES, Quantizer, unpacked
 from kvcompress.scoring.layer_view import Kept
-from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
-from tests.support.storages import beside_dynamic
-from tests.support.strategies import METHODS, SOME_METHODS
 
 pytest.importorskip("hqq", reason="pip install -e .[quantized]")
 cpp = pytest.importorskip("optimum.quanto.library.extensions.cpp", reason="pip install -e .[quantized]")
@@ -56,12 +53,6 @@ def test_a_backend_that_is_not_installed_is_an_error_that_says_how(backend, monk
         Quantizer(backend, 4, 16).check()
 
 
-@pytest.mark.parametrize(("method", "family"), some(paired([*METHODS, "full"], list(FAMILIES)), SOME_METHODS))
-def test_eight_bits_are_close_to_full_precision(method, family):
-    logits, expected, _ = beside_dynamic(family, method, 0.4, kv_residual=3, **EIGHT)
-    assert (logits - expected).abs().mean() < 0.02
-
-
 @pytest.mark.parametrize(("backend", "bits"), ALL)
 def test_bytes_fall_with_the_bits(backend, bits):
     inputs = FAMILIES["qwen2"].inputs(MODEL, [600])
@@ -91,14 +82,12 @@ def test_entries_are_quantized_once(monkeypatch):
     assert sum(quantized) == 3 * 2 * held * 16
 
 
-def test_a_token_that_is_fed_again_leaves_the_others_as_they_are(monkeypatch):
+def test_a_token_that_is_fed_again_leaves_the_others_as_they_are():
     cache = kvcompress.CompressedCache(MODEL.config, "snapkv", 0.5, first_token="compressed", **EIGHT)
     with kvcompress.attach(MODEL), torch.no_grad():
         MODEL(torch.arange(10, 80)[None], past_key_values=cache)
     assert len(cache.layers[0].storage.blocks) == 1
     assert cache.layers[0].storage.recent.length == 1
-    assert [head.tolist().count(69) for head in cache.kept_indices(0)[0]] == [1, 1]
-    assert cache.get_seq_length() == 70
 
 
 def test_decoded_tokens_wait_in_full_precision_until_there_are_kv_residual_of_them():

@@ -10,16 +10,10 @@ import torch
 import kvcompress
 from kvcompress.check.reference import generate
 from tests.support.families import FAMILIES
+from tests.support.storages import STORAGES
 
-STORED = {
-    "dynamic": {},
-    "static": {"cache_implementation": "static", "max_new_tokens": 64},
-    "offloaded": {"cache_implementation": "offloaded"},
-    "quanto": {"cache_implementation": "quantized"},
-    "hqq": {"cache_implementation": "quantized", "kv_backend": "hqq"},
-    "turboquant": {"cache_implementation": "quantized", "kv_backend": "turboquant"},
-    "fp8": {"cache_implementation": "quantized", "kv_backend": "fp8"},
-}
+STORED = {"dynamic": {}, "ragged": {"head_budget": "adaptive"}, "evicting": {"decode_budget": 8, "decode_interval": 2}}
+STORED |= STORAGES
 
 
 def torch_saved(cache: kvcompress.CompressedCache) -> kvcompress.CompressedCache:

@@ -7,20 +7,10 @@ import torch
 
 import kvcompress
 from kvcompress.check.reference import generate
-from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
-from tests.support.storages import beside_dynamic
-from tests.support.strategies import METHODS, SOME_METHODS
 
 MODEL = FAMILIES["qwen2"].build()
 THINK = {"cache_implementation": "think"}
-
-
-@pytest.mark.parametrize(("method", "family"), some(paired([*METHODS, "full"], list(FAMILIES)), SOME_METHODS))
-def test_with_all_channels_the_answer_is_that_of_entries_as_they_are(method, family):
-    """Two storages in sequence hold the same as one, also if rows and heads keep different numbers."""
-    logits, expected, _ = beside_dynamic(family, method, 0.4, 6, key_channels=1.0, key_recent=5, **THINK)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def held_by(method: str, ratio: float | None, inputs: dict, model=MODEL, **options) -> tuple:
@@ -122,25 +112,6 @@ def test_beams_and_an_answer_longer_than_its_room():
         tokens, ours = generate(MODEL, inputs, 40)
     with kvcompress.compress(MODEL, "snapkv", 0.8):
         torch.testing.assert_close(ours, generate(MODEL, inputs, 40, forced=tokens)[1], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"key_channels": 0}, "key_channels"),
-        ({"key_channels": 1.5}, "key_channels"),
-        ({"key_recent": -1}, "key_recent"),
-        ({"kv_bits": 2}, "kv_bits= needs cache_implementation='quantized'"),
-        ({"cache_implementation": "dynamic", "key_channels": 0.5}, "key_channels= needs cache_implementation='think'"),
-        ({"cache_implementation": "static", "key_recent": 3}, "key_recent= needs cache_implementation='think'"),
-        ({"decode_budget": 9}, "cache_implementation='think' does not go with decode_budget="),
-        ({"prefill_chunk": 9}, "cache_implementation='think' does not go with prefill_chunk="),
-    ],
-)
-def test_what_does_not_go_together_is_one_line(options, message):
-    with pytest.raises(kvcompress.KVCompressError, match=message) as error:
-        kvcompress.compress(MODEL, "snapkv", 0.5, max_new_tokens=4, **{**THINK, **options})
-    assert "\n" not in str(error.value)
 
 
 def test_requests_in_flight_do_not_have_it():

@@ -6,6 +6,7 @@ import torch
 import kvcompress
 from kvcompress.check.reference import generate
 from tests.support.families import FAMILIES, MORE_FAMILIES
+from tests.support.kept import kept_of_row
 
 LENGTH, TOKENS = 40, 6
 
@@ -79,16 +80,16 @@ def test_an_answer_that_ends_is_scored_to_its_end_alone_and_in_a_batch(monkeypat
         with kvcompress.compress(model, "hindsight", budget=12, answer_tokens=TOKENS) as session:
             model(**given)
         first = given["input_ids"].shape[1] - 33
-        kept.append([[(head - first).tolist() for head in session.cache.kept_indices(layer)[0]] for layer in range(3)])
+        kept.append(kept_of_row(session.cache, 0, first))
     assert kept[0] == kept[1]
     until = answers[0].index(end)
     with kvcompress.compress(model, "hindsight", budget=12, answer_tokens=until) as session:
         model(**FAMILIES["qwen2"].solo(inputs, 0))
-    assert kept[1] == [[head.tolist() for head in session.cache.kept_indices(layer)[0]] for layer in range(3)]
+    assert kept[1] == kept_of_row(session.cache)
     monkeypatch.setattr(model.generation_config, "eos_token_id", None)
     with kvcompress.compress(model, "hindsight", budget=12, answer_tokens=TOKENS) as session:
         model(**FAMILIES["qwen2"].solo(inputs, 0))
-    assert kept[1] != [[head.tolist() for head in session.cache.kept_indices(layer)[0]] for layer in range(3)]
+    assert kept[1] != kept_of_row(session.cache)
 
 
 def test_where_the_answer_ends_at_once_the_prompts_last_token_chooses(monkeypatch):

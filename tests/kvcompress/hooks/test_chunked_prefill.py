@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+from transformers import DynamicCache
 
 import kvcompress
 from kvcompress.cache.choice import Choice
@@ -21,8 +21,8 @@ from kvcompress.policy.make import make_policy
 from tests.support.calibrations import calibration_of
 from tests.support.docs import DOCS, python_blocks
 from tests.support.examples import examples, paired, some
-from tests.support.families import FAMILIES, IMAGE, SOME_FAMILIES, VIDEO, VISION_END, VISION_START
-from tests.support.kept import kept_of, real_lengths
+from tests.support.families import FAMILIES, IMAGE, SOME_FAMILIES, VIDEO, VISION_END, VISION_START, sliding_model
+from tests.support.kept import kept_lists, kept_of, kept_of_row, real_lengths
 from tests.support.strategies import METHODS, OPTIONS, SOME_METHODS, Case, cases
 
 NEW = 4
@@ -154,14 +154,12 @@ def test_a_row_does_not_depend_on_its_batch_or_padding(family, data):
     columns = inputs["input_ids"].shape[1]
     with case.compress(prefill_chunk=size, **changes) as session:
         tokens, logits = generate(case.model, inputs, NEW)
-    batch = kept_of(session.cache)
+    together = session.cache
     for row, length in enumerate(real_lengths(inputs)):
         with case.compress(prefill_chunk=size, **changes) as session:
             _, alone = generate(case.model, case.family.solo(inputs, row), NEW, forced=tokens[row : row + 1])
         torch.testing.assert_close(logits[row], alone[0], atol=TOLERANCE, rtol=0)
-        for together, solo in zip(batch, kept_of(session.cache), strict=True):
-            for a, b in zip(together[row], solo[0], strict=True):
-                assert (a - (columns - length)).tolist() == b.tolist()
+        assert kept_of_row(together, row, columns - length) == kept_of_row(session.cache)
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if takes_chunks(name)])
@@ -169,10 +167,10 @@ def test_a_row_that_begins_in_a_later_chunk_of_its_batch_is_as_alone(method):
     small = {name: values[0] for name, values in OPTIONS.get(method, {}).items()}
     case = Case(FAMILIES["qwen2"], (4, 2), (5, 16), None, method, tuple(small.items()), 0.3, 0)
     kept = []
-    for inputs in (case.inputs, case.family.solo(case.inputs, 0)):
+    for inputs, pads in ((case.inputs, 11), (case.family.solo(case.inputs, 0), 0)):
         with case.compress(prefill_chunk=7) as session:
             generate(case.model, inputs, 1)
-        kept.append([[(head - head.max()).tolist() for head in layer[0]] for layer in kept_of(session.cache)])
+        kept.append(kept_of_row(session.cache, 0, pads))
     assert kept[0] == kept[1]
 
 
@@ -200,13 +198,11 @@ def test_a_row_that_is_kept_whole_through_its_chunks_is_evicted_while_decoding_a
     options = {"budget": 31, "layer_budget": "uniform", "decode_ratio": 0.3, "prefill_chunk": 13}
     with kvcompress.compress(model, "prefixkv", **options) as session:
         tokens, logits = generate(model, inputs, NEW)
-    together = [layer[1] for layer in kept_of(session.cache)]
+    together = kept_of_row(session.cache, 1, pads=41)
     with kvcompress.compress(model, "prefixkv", **options) as session:
         _, alone = generate(model, family.solo(inputs, 1), NEW, forced=tokens[1:])
     torch.testing.assert_close(logits[1], alone[0], atol=TOLERANCE, rtol=0)
-    assert [[(head - 41).tolist() for head in layer] for layer in together] == [
-        [head.tolist() for head in layer[0]] for layer in kept_of(session.cache)
-    ]
+    assert kept_of_row(session.cache) == together
 
 
 @pytest.mark.parametrize("method", some([name for name in METHODS if takes_chunks(name)], SOME_METHODS))
@@ -217,12 +213,11 @@ def test_a_prompt_that_is_one_chunk_is_the_ordinary_prompt(method):
     results = []
     for options in ({}, {"prefill_chunk": 40}):
         with kvcompress.compress(model, method, 0.3, **options, **calibration_of(method, model)) as session:
-            results.append((*generate(model, inputs, NEW), kept_of(session.cache)))
+            results.append((*generate(model, inputs, NEW), kept_lists(session.cache)))
     (tokens, logits, kept), (ours, our_logits, our_kept) = results
     assert torch.equal(ours, tokens)
     assert torch.equal(our_logits, logits)
-    flat = [[head for layer in each for row in layer for head in row] for each in (kept, our_kept)]
-    assert all(torch.equal(a, b) for a, b in zip(*flat, strict=True))
+    assert our_kept == kept
 
 
 @pytest.mark.parametrize(("family", "method"), paired(list(FAMILIES), ["full", "h2o", "snapkv"]))
@@ -314,32 +309,17 @@ def test_a_ratio_counts_what_was_answered_between_two_prompts():
 @torch.no_grad()
 def test_each_chunk_of_a_second_prompt_has_the_mask_of_its_own_columns_where_layers_slide():
     """Full attention makes its mask itself; sliding windows take the model's, which is cut with the prompt."""
-    config = Qwen2Config(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_sliding_window=True,
-        sliding_window=12,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Qwen2ForCausalLM(config).eval()
+    model = sliding_model("sliding", "full", "sliding")
     ids = torch.randint(8, 128, (2, 30), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[1, :6] = mask[1, 18:22] = 0  # pads of the second row, in front of both prompts
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     outputs = []
     for ours in (False, True):
-        session, cache = nullcontext(), DynamicCache(config=config)
+        session, cache = nullcontext(), DynamicCache(config=model.config)
         if ours:
-            session, cache = (
-                kvcompress.attach(model),
-                kvcompress.CompressedCache(config, "snapkv", 1.0, prefill_chunk=5),
-            )
+            session = kvcompress.attach(model)
+            cache = kvcompress.CompressedCache(model.config, "snapkv", 1.0, prefill_chunk=5)
         with session:
             for start, stop in ((0, 18), (18, 30)):
                 part = slice(start, stop)

@@ -1,16 +1,16 @@
 """`scope="context-first"`: a context is compressed before its question passes through the model, once for all."""
 
-import copy
-
 import pytest
 import torch
 
 import kvcompress
 from kvcompress import KVCompressError, PrefixCache
 from kvcompress.hooks.shared_prompt import SharedPrompt
+from tests.support import answers
+from tests.support.answers import assert_same
 from tests.support.calibrations import calibration_of
 from tests.support.examples import some
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, sliding_model
 from tests.support.in_flight import with_end
 from tests.support.kept import kept_of
 from tests.support.strategies import METHODS, SOME_METHODS
@@ -21,23 +21,8 @@ FIRST = {"scope": "context-first", "context_tokens": -ASKS}
 ANSWERED = [name for name in METHODS if name != "hindsight"]
 
 
-def answer(model, inputs, method, prefixes=None, ratio=0.4, **options):
-    options = {**FIRST, **options, **calibration_of(method, model)}
-    with kvcompress.compress(model, method, ratio, prefix_cache=prefixes, **options) as session:
-        output = model.generate(
-            **inputs, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_logits=True
-        )
-    return output.sequences[:, -NEW:], torch.stack(output.logits), session.cache
-
-
-def sliding_model():
-    """Full attention in the second of three layers only."""
-    config = copy.deepcopy(QWEN2.build().config)
-    config.use_sliding_window, config.sliding_window = True, 12
-    config.layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return type(QWEN2.build())(config).eval()
+def answer(model, inputs, method, prefixes=None, ratio=0.4, **options) -> answers.Answer:
+    return answers.answer(model, inputs, method, ratio, NEW, prefix_cache=prefixes, **{**FIRST, **options})
 
 
 def in_two_steps(model, inputs, method, ratio=0.4, **options):
@@ -56,15 +41,6 @@ def in_two_steps(model, inputs, method, ratio=0.4, **options):
             logits = model(input_ids=inputs["input_ids"][:, -ASKS:], past_key_values=cache, logits_to_keep=1).logits
             kept = [cache.kept_indices(layer.layer_idx) for layer in cache.compressed_layers]
     return logits[:, -1], kept
-
-
-def assert_same(ours, expected):
-    assert torch.equal(ours[0], expected[0])
-    assert torch.equal(ours[1], expected[1])
-    for layer in ours[2].compressed_layers:
-        kept, wanted = (cache.kept_indices(layer.layer_idx) for cache in (ours[2], expected[2]))
-        for row, wanted_row in zip(kept, wanted, strict=True):
-            assert all(map(torch.equal, row, wanted_row))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llava-onevision", "qwen2-vl", "qwen3-vl", "internvl", "llama"])
@@ -95,32 +71,6 @@ def test_what_is_kept_of_a_context_answers_its_next_question_to_the_bit(method):
     assert prefixes.reused_tokens == (2 * tokens if is_shared else 0)
 
 
-STORED = [
-    {"first_token": "compressed"},
-    {"decode_budget": 8, "decode_interval": 2},
-    {"layer_budget": "global"},
-    {"head_budget": "adaptive"},
-    {"merge": "average"},
-    {"protect": "first:3+last:2"},
-    {"fair": "first:6"},
-    {"cache_implementation": "static", "max_new_tokens": ASKS + NEW},
-    {"cache_implementation": "offloaded"},
-    {"cache_implementation": "quantized", "kv_backend": "hqq", "kv_bits": 8, "kv_group_size": 16},
-    {"cache_implementation": "think", "key_recent": 3},
-]
-
-
-@pytest.mark.parametrize("options", STORED, ids=lambda options: next(iter(options.values())))
-def test_every_storage_goes_on_from_a_known_context(options):
-    model, prefixes = QWEN2.build(), PrefixCache(gb=1)
-    inputs = QWEN2.inputs(model, [40, 63])
-    answer(model, with_end(inputs, ASKS), "snapkv", prefixes, **options)
-    held = prefixes.nbytes
-    assert_same(answer(model, inputs, "snapkv", prefixes, **options), answer(model, inputs, "snapkv", **options))
-    assert prefixes.reused_tokens == 40 + 63 - 2 * ASKS
-    assert prefixes.nbytes == held
-
-
 @pytest.mark.parametrize("lengths", [[63], [40, 63]], ids=["one row", "padded"])
 @pytest.mark.parametrize("kind", ["static", "offloaded", "offloaded_static"])
 def test_a_question_on_a_whole_context_is_answered_alike_by_every_storage(kind, lengths):
@@ -129,30 +79,6 @@ def test_a_question_on_a_whole_context_is_answered_alike_by_every_storage(kind, 
     expected = answer(model, inputs, "knorm", ratio=1.0)
     ours = answer(model, inputs, "knorm", ratio=1.0, cache_implementation=kind, max_new_tokens=ASKS + NEW)
     torch.testing.assert_close(ours[1], expected[1], atol=2e-5, rtol=0)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("options", STORED, ids=lambda options: next(iter(options.values())))
-def test_two_answers_about_one_context_go_on_side_by_side(options):
-    model = QWEN2.build()
-    inputs = QWEN2.inputs(model, [40, 63])
-    ids, mask = inputs["input_ids"][:, -1:], torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
-    of_both = []
-    for prefixes in (None, PrefixCache(gb=1)):
-        with kvcompress.compress(model, "snapkv", 0.4, prefix_cache=prefixes, **{**FIRST, **options}) as session:
-            caches = []
-            for seed in (1, 2, 3):
-                session.model(**with_end(inputs, ASKS, seed), logits_to_keep=1)
-                caches.append(session.cache)
-            for last in (0, 1):  # another token in each
-                for cache in caches:
-                    step = {"attention_mask": torch.nn.functional.pad(mask, (0, last), value=1)}
-                    step["position_ids"] = step["attention_mask"].sum(1, keepdim=True) - 1
-                    token = (ids + 7 * len(caches) * last + caches.index(cache)) % 100
-                    of_both.append(session.model(input_ids=token, past_key_values=cache, **step).logits[:, -1])
-    half = len(of_both) // 2
-    for ours, expected in zip(of_both[half:], of_both[:half], strict=True):
-        assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen2-vl"])
@@ -233,7 +159,7 @@ def test_entries_stay_where_states_do_not_fit():
 
 
 def test_layers_that_slide_go_on_from_a_known_context():
-    model, prefixes = sliding_model(), PrefixCache(gb=1)
+    model, prefixes = sliding_model("sliding", "full", "sliding"), PrefixCache(gb=1)
     prompts = [with_end(QWEN2.inputs(model, [63]), ASKS, seed) for seed in (1, 2)]
     for prompt in prompts:
         assert_same(answer(model, prompt, "snapkv", prefixes), answer(model, prompt, "snapkv"))
@@ -268,10 +194,10 @@ def test_an_error_in_the_question_leaves_the_context_usable():
 def test_a_request_in_flight_gets_the_same_tokens():
     model, prefixes = QWEN2.build(), PrefixCache(gb=1)
     prompts = [with_end(QWEN2.inputs(model, [length]), ASKS, seed) for length in (63, 40) for seed in (1, 2)]
-    expected = [answer(model, prompt, "snapkv")[0][0].tolist() for prompt in prompts]
+    expected = [answer(model, prompt, "snapkv").tokens[0, -NEW:].tolist() for prompt in prompts]
     with kvcompress.compress(model, "snapkv", 0.4, prefix_cache=prefixes, **FIRST) as session:
-        answers = list(session.generate_many(prompts, slots=2, prefill_tokens=16, max_new_tokens=NEW, do_sample=False))
-    assert [one.tokens.tolist() for one in sorted(answers, key=lambda one: one.index)] == expected
+        found = list(session.generate_many(prompts, slots=2, prefill_tokens=16, max_new_tokens=NEW, do_sample=False))
+    assert [one.tokens.tolist() for one in sorted(found, key=lambda one: one.index)] == expected
     # The second context begins the first, whose states are known.
     assert prefixes.reused_tokens == 57 + 33 + 34
 

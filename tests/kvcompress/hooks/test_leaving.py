@@ -22,7 +22,7 @@ CASES = {
     "rotary": ("expected-attention", {"decode_budget": 8, "decode_interval": 1}),
     "hidden states": ("fastkvzip", {}),
     "second reading": ("kvzip", {}),
-    "answer ahead": ("hindsight", {}),
+    "answer ahead": ("hindsight", {"answer_tokens": 3}),
     "chunks": ("snapkv", {"prefill_chunk": 8}),
     "moved keys": ("snapkv", {"positions": "cache"}),
     "dropped tokens": ("fastv", {"layer": 1}),

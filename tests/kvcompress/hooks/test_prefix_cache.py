@@ -1,6 +1,7 @@
 """Prompts that begin alike are prefilled once: same tokens, same kept sets, whatever the method looks at."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,34 +11,21 @@ from hypothesis import strategies as st
 import kvcompress
 from kvcompress import PrefixCache
 from kvcompress.errors import KVCompressError
-from tests.support.calibrations import calibration_of
-from tests.support.examples import examples, paired, some
+from tests.support import answers
+from tests.support.examples import examples, some
 from tests.support.families import FAMILIES
 from tests.support.in_flight import with_end
 from tests.support.strategies import METHODS, SOME_METHODS, cases
 
 NEW, TOLERANCE = 4, 1e-4
-QWEN2, ONEVISION, QWEN2_VL, QWEN3_VL = (FAMILIES[name] for name in ("qwen2", "llava-onevision", "qwen2-vl", "qwen3-vl"))
+QWEN2, ONEVISION, QWEN2_VL = (FAMILIES[name] for name in ("qwen2", "llava-onevision", "qwen2-vl"))
 
 
-def answer(model, inputs, method=None, ratio=None, prefixes=None, **options):
-    """What a generation gives, and its cache."""
-    options |= calibration_of(method, model)
-    with kvcompress.compress(model, method, ratio, prefix_cache=prefixes, **options) as session:
-        output = model.generate(
-            **inputs, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_logits=True
-        )
-    return output.sequences, torch.stack(output.logits), session.cache
+assert_same = partial(answers.assert_same, tolerance=TOLERANCE)
 
 
-def assert_same(ours, expected):
-    assert torch.equal(ours[0], expected[0])
-    torch.testing.assert_close(ours[1], expected[1], atol=TOLERANCE, rtol=0)
-    assert ours[2].nbytes == expected[2].nbytes
-    for layer in ours[2].compressed_layers:
-        kept, wanted = (cache.kept_indices(layer.layer_idx) for cache in (ours[2], expected[2]))
-        for row, wanted_row in zip(kept, wanted, strict=True):
-            assert all(map(torch.equal, row, wanted_row))
+def answer(model, inputs, method=None, ratio=None, prefixes=None, **options) -> answers.Answer:
+    return answers.answer(model, inputs, method, ratio, NEW, prefix_cache=prefixes, **options)
 
 
 def changes_prefill(policy):
@@ -76,35 +64,6 @@ def test_every_method_sees_the_whole_prompt_and_leaves_what_is_shared_as_it_was(
         assert_same(answer(model, asked, method, 0.3, prefixes), expected)
     shared = 2 * (61 - 5 + 44 - 5)
     assert prefixes.reused_tokens == (0 if changes_prefill(expected[2].policy) else shared)
-
-
-STORED = [
-    {"first_token": "compressed"},
-    {"scope": "context", "context_tokens": -6},
-    {"decode_budget": 8, "decode_interval": 2},
-    {"layer_budget": "global"},
-    {"positions": "cache"},
-    {"merge": "average"},
-    {"cache_implementation": "static", "max_new_tokens": NEW},
-    {"cache_implementation": "offloaded"},
-    {"cache_implementation": "quantized", "kv_backend": "hqq", "kv_bits": 8, "kv_group_size": 16},
-    {"cache_implementation": "think", "key_recent": 3},
-]
-
-
-@pytest.mark.parametrize(
-    ("options", "family"),
-    paired(STORED, ["qwen2", "qwen3-vl"]),
-    ids=lambda value: value if isinstance(value, str) else next(iter(value.values())),
-)
-def test_every_protocol_and_storage_goes_with_it(family, options):
-    made, prefixes = FAMILIES[family], PrefixCache(gb=1)
-    model = made.build()
-    inputs = made.inputs(model, [40, 63], [1, 1] if made.is_vlm else None)
-    answer(model, with_end(inputs, 5), prefixes=prefixes)
-    ours = answer(model, inputs, "snapkv", 0.4, prefixes, **options)
-    assert prefixes.reused_tokens == 40 + 63 - 10
-    assert_same(ours, answer(model, inputs, "snapkv", 0.4, **options))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -186,8 +145,8 @@ def test_requests_in_flight_share_their_beginning():
     requests = [with_end(inputs, 5, seed) for seed in range(5)]
     expected = [answer(model, request, "snapkv", 0.3)[0][0, 60:].tolist() for request in requests]
     with kvcompress.compress(model, "snapkv", 0.3, prefix_cache=prefixes) as session:
-        answers = list(session.generate_many(requests, slots=2, max_new_tokens=NEW, do_sample=False))
-    found = {each.index: each.tokens for each in answers}
+        run = session.generate_many(requests, slots=2, max_new_tokens=NEW, do_sample=False)
+        found = {each.index: each.tokens for each in run}
     assert [list(map(int, found[i]))[:NEW] for i in range(5)] == expected
     assert (prefixes.prompt_tokens, prefixes.reused_tokens) == (300, 4 * 55)
 

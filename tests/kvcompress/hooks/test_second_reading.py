@@ -11,7 +11,7 @@ from kvcompress.hooks import second_reading
 from kvcompress.hooks.second_reading import DecoderInputs
 from kvcompress.scoring.rereading import received
 from tests.support.families import FAMILIES
-from tests.support.kept import kept_of
+from tests.support.kept import kept_of, kept_of_row
 
 LENGTH = 40
 SINKS = 4  # stay, and are not read again
@@ -125,7 +125,7 @@ def test_chunks_begin_behind_a_rows_sinks_and_are_scored_beside_them():
         with kvcompress.compress(model, "kvzip", 0.3, chunk_size=9) as session:
             generate(model, inputs, 1)
         first = inputs["input_ids"].shape[1] - 33
-        kept.append([[(head - first).tolist() for head in session.cache.kept_indices(layer)[0]] for layer in range(3)])
+        kept.append(kept_of_row(session.cache, 0, first))
         assert all(head[:SINKS] == [0, 1, 2, 3] for layer in kept[-1] for head in layer)
     assert kept[0] == kept[1]
 

@@ -16,7 +16,7 @@ from kvcompress.cache_name import CACHE, NAMES
 from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.hooks import attention
 from tests.support.families import FAMILIES, MORE_FAMILIES
-from tests.support.kept import kept_of
+from tests.support.kept import kept_lists, kept_of
 
 FAMILY = FAMILIES["qwen2"]
 MODEL = FAMILY.build()
@@ -266,15 +266,6 @@ def test_a_forward_pass_that_broke_off_before_the_first_layer_left_no_trace():
     assert torch.equal(torch.stack(logits), expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"decode_budget": 8, "decode_interval": 2}, STATIC])
-def test_a_copied_cache_goes_on_as_the_original(options):
-    with torch.no_grad(), compress(**options) as session:
-        MODEL(**INPUTS)
-        copied = copy.deepcopy(session.cache)
-        logits = [torch.stack([step(MODEL, cache, count) for count in range(4)]) for cache in (session.cache, copied)]
-    assert torch.equal(*logits)
-
-
 def test_a_cache_is_not_taken_for_a_list_of_keys_and_values():
     with torch.no_grad(), compress() as session:
         MODEL(**INPUTS)
@@ -291,11 +282,6 @@ def test_max_new_tokens_is_a_number_of_tokens(value):
         with pytest.raises(KVCompressError, match=r"max_new_tokens=.* is not an integer of at least 0") as error:
             make()
         assert "\n" not in str(error.value)
-
-
-def test_fixed_shapes_without_room_are_refused_at_once():
-    with pytest.raises(KVCompressError, match="needs max_new_tokens"):
-        compress(cache_implementation="static")
 
 
 @pytest.mark.parametrize("kind", ["static", "offloaded_static"])
@@ -440,7 +426,7 @@ def test_a_pass_that_needs_hooks_runs_in_no_other_threads_pass(alone, first):
     expected = {}
     with torch.no_grad(), kvcompress.attach(MODEL):
         for name, cache in caches.items():
-            expected[name] = MODEL(**INPUTS, past_key_values=cache).logits, kept_of(cache)
+            expected[name] = MODEL(**INPUTS, past_key_values=cache).logits, kept_lists(cache)
             cache.reset()
 
     def wait(*args) -> None:
@@ -466,13 +452,7 @@ def test_a_pass_that_needs_hooks_runs_in_no_other_threads_pass(alone, first):
         logits.append(MODEL(**INPUTS, past_key_values=caches[second]).logits)
     for name, ours in zip((first, second), logits, strict=True):
         assert torch.equal(ours, expected[name][0])
-        ours_kept, kept = kept_of(caches[name]), expected[name][1]
-        assert all(
-            torch.equal(a, b)
-            for x, y in zip(ours_kept, kept, strict=True)
-            for r, s in zip(x, y, strict=True)
-            for a, b in zip(r, s, strict=True)
-        )
+        assert kept_lists(caches[name]) == expected[name][1]
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

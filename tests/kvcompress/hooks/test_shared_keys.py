@@ -1,5 +1,6 @@
 """Models some of whose layers attend to the keys of an earlier layer (Gemma 3n; Gemma 4 is in the family table)."""
 
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,7 +18,9 @@ from tests.family_table import kept_of
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig  # imports timm and wandb: seconds
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", None)  # which timm imports where it is there: seconds
+        from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
     config = Gemma3nTextConfig(
         vocab_size=64,

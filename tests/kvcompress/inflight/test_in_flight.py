@@ -279,47 +279,33 @@ def test_a_request_that_kv_gb_cannot_hold_says_so_and_the_others_are_answered(le
     assert "more than kv_gb=" in str(found[lengths.index(120)].error)
 
 
-@pytest.mark.parametrize("where", ["prefill", "step", "eviction"])
-def test_where_memory_does_not_suffice_the_slots_are_halved_and_no_token_changes(monkeypatch, where):
-    model, requests = requests_of("qwen2", lengths=[40, 23, 61, 35, 50, 30])
-    greedy = {"session_options": EVICTING, "max_new_tokens": 10, "do_sample": False}
-    expected = [tokens_alone(model, inputs, **greedy) for inputs in requests]
-    first, target = {
-        "prefill": (3, "kvcompress.inflight.under_way.prepare"),
-        "step": (7, "kvcompress.inflight.layer.SlotLayer.update"),
-        "eviction": (7, "kvcompress.inflight.layer.SlotLayer._evict"),
-    }[where]
-    memory = OutOfMemory(first)
+FAILING = [("under_way.prepare", (3,)), ("layer.SlotLayer.update", (8,)), ("layer.SlotLayer._evict", (8,))]
+# Some layers already have the new slots when memory runs out.
+FAILING += [(f"layer.SlotLayer.{name}", at) for name in ("resize", "fill") for at in ((1,), (2,), (7,), (8,), (4, 6))]
+GREEDY = {"session_options": EVICTING, "max_new_tokens": 10, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def answered() -> tuple[torch.nn.Module, list[dict], list[list[int]]]:
+    """A model, requests, and what each gets alone."""
+    model, requests = requests_of("qwen2", lengths=[40, 23, 61, 35, 150, 30])
+    return model, requests, [tokens_alone(model, inputs, **GREEDY) for inputs in requests]
+
+
+@pytest.mark.parametrize(("name", "at"), FAILING)
+def test_where_memory_does_not_suffice_the_slots_are_halved_and_no_token_changes(answered, monkeypatch, name, at):
+    model, requests, expected = answered
+    memory, target = OutOfMemory(*at), f"kvcompress.inflight.{name}"
     monkeypatch.setattr(target, memory.failing(pkgutil.resolve_name(target)))
     with kvcompress.compress(model, "snapkv", 0.3, **EVICTING) as session:
         run = session.generate_many(requests, slots=4, max_new_tokens=10, do_sample=False)
-        found = {answer.index: answer.tokens.tolist() for answer in run}
-    assert memory.calls >= first
-    assert run.slots == 2
-    assert found == dict(enumerate(expected))
-    memory.at = (memory.calls + 3,)
-    with pytest.raises(torch.OutOfMemoryError):
-        answers_of(model, requests, 4, **greedy, on_oom="raise")
-
-
-@pytest.mark.parametrize("at", [(1,), (2,), (7,), (8,), (4, 6)])
-@pytest.mark.parametrize("name", ["resize", "fill"])
-def test_slots_that_memory_does_not_hold_are_halved_and_no_token_changes(monkeypatch, name, at):
-    """Some layers already have the new slots when memory runs out."""
-    model, requests = requests_of("qwen2", lengths=[40, 23, 61, 35, 150, 30])
-    greedy = {"max_new_tokens": 10, "do_sample": False}
-    expected = [tokens_alone(model, inputs, **greedy) for inputs in requests]
-    memory, target = OutOfMemory(*at), f"kvcompress.inflight.layer.SlotLayer.{name}"
-    monkeypatch.setattr(target, memory.failing(pkgutil.resolve_name(target)))
-    with kvcompress.compress(model, "snapkv", 0.3) as session:
-        run = session.generate_many(requests, slots=4, **greedy)
         found = {answer.index: answer.tokens.tolist() for answer in run}
     assert memory.calls > max(at)
     assert run.halved == len(at)
     assert found == dict(enumerate(expected))
     memory.at = (memory.calls + 1,)
     with pytest.raises(torch.OutOfMemoryError):
-        answers_of(model, requests, 4, **greedy, on_oom="raise")
+        answers_of(model, requests, 4, **GREEDY, on_oom="raise")
 
 
 @pytest.mark.parametrize("name", ["resize", "fill"])
@@ -348,25 +334,18 @@ def test_a_request_alone_that_memory_does_not_hold_ends_with_that_error(monkeypa
     assert [len(answer.tokens) for answer in found] == [6, 6, 0, 6, 6]
 
 
-@pytest.mark.parametrize("evicting", [{}, {"decode_budget": 12, "decode_interval": 3}], ids=["keeping", "evicting"])
+@pytest.mark.parametrize("evicting", [{}, EVICTING], ids=["keeping", "evicting"])
 def test_a_step_is_one_graph_and_filling_or_freeing_a_slot_compiles_nothing(evicting):
-    model, requests = requests_of("qwen2", layers=2)
+    model, requests = requests_of("qwen2", layers=1)
     how = {"slots": 2, "max_new_tokens": 8, "do_sample": False}
-    expected = answers_of(model, requests, session_options={"budget": 12, **evicting}, ratio=None, **how)
+    how |= {"session_options": {"budget": 12, **evicting}, "ratio": None}
+    expected = answers_of(model, requests, **how)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     config = CompileConfig(fullgraph=True, dynamic=False, backend="eager", mode="default")  # transformers' own path
     config._compile_all_devices = True
     with torch._dynamo.config.patch(error_on_recompile=True):
-        found = answers_of(
-            model,
-            requests,
-            session_options={"budget": 12, **evicting},
-            ratio=None,
-            static=True,
-            compile_config=config,
-            **how,
-        )
+        found = answers_of(model, requests, static=True, compile_config=config, **how)
     del model._compiled_call
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert [answer.tokens.tolist() for answer in found] == [answer.tokens.tolist() for answer in expected]

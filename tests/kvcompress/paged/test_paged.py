@@ -210,8 +210,8 @@ def test_other_attention_implementations(implementation, fake_flash_attn):
 
 def test_layers_with_a_sliding_window_keep_their_pages():
     model = MORE_FAMILIES["gemma3"].build()
-    arguments, prompts, new = {"budget": 5, "decode_budget": 5, "decode_interval": 2}, prompts_of(6, 7, 6, 20), [16] * 4
-    expected = [alone(model, prompt, 16, "keydiff", **arguments) for prompt in prompts]
+    arguments, prompts, new = {"budget": 5, "decode_budget": 5, "decode_interval": 2}, prompts_of(6, 7, 6, 20), [10] * 4
+    expected = [alone(model, prompt, 10, "keydiff", **arguments) for prompt in prompts]
     with paged.compress(model, "keydiff", **arguments):
         for pages in (7, 9):  # two requests at once, and more; the windows are longer than what else is kept
             assert answers(model, pages_config(4, pages, 16), prompts, new) == expected

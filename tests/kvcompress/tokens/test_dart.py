@@ -8,18 +8,8 @@ import kvcompress
 from kvcompress.check.reference import generate
 from kvcompress.tokens import Tokens
 from tests.support.examples import paired
-from tests.support.families import FAMILIES, VLM_FAMILIES
-from tests.support.token_methods import (
-    LENGTHS,
-    NEW,
-    TOLERANCE,
-    batch,
-    budget,
-    entering,
-    hidden_from,
-    kept_columns,
-    vision_of,
-)
+from tests.support.families import VLM_FAMILIES
+from tests.support.token_methods import LENGTHS, as_hidden, assert_rows_as_alone, batch, budget, entering, vision_of
 
 
 def stays(norms: torch.Tensor, states: torch.Tensor, images: list[int], text: list[int], count: int) -> list[int]:
@@ -44,22 +34,14 @@ def test_it_keeps_what_a_plain_reference_chooses_and_hides_the_rest(family, aske
         generate(model, inputs, 1, past_key_values=plain)
     norms = plain.layers[layer - 1].keys[:, :, : max(LENGTHS)].double().abs().sum((1, 3))
     options = {"layer": layer, "image_pivots": 2, "text_pivots": 3}
-    with kvcompress.compress(model, "dart", ratio, **options) as session:
-        tokens, logits = generate(model, inputs, NEW)
-    kept = kept_columns(session.cache)
-    with hidden_from(model, kept):
-        _, expected = generate(model, inputs, NEW, forced=tokens)
-    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    kept = as_hidden(model, inputs, "dart", ratio, **options).kept
     for row, vision in enumerate(vision_of(inputs)):
         images = vision.nonzero()[:, 0].tolist()
         behind = range(max(images, default=len(vision)) + 1, len(vision))
         count = budget(ratio, len(images))
         ours = [c for c in kept[layer][row] if c < len(vision) and vision[c]]
         assert ours == stays(norms[row], states[0][row].double(), images, list(behind), count)
-        with kvcompress.compress(model, "dart", ratio, **options) as session:
-            generate(model, FAMILIES[family].solo(inputs, row), NEW, forced=tokens[row : row + 1])
-        pads = max(LENGTHS) - LENGTHS[row]
-        assert [c - pads for c in kept[layer][row]] == kept_columns(session.cache)[layer][0]
+    assert_rows_as_alone(model, family, inputs, "dart", ratio, **options)
 
 
 @pytest.mark.parametrize("behind", [0, 2, 9])
@@ -76,10 +58,3 @@ def test_counts_are_exact_with_few_tokens_and_with_little_text_behind_the_image(
     best = scores[0, 5:25].topk(min(4, count - (behind == 0))).indices + 5
     assert chosen[0, best].all()
     assert behind or chosen[0, -1]  # the prompt's last token, a vision token, stays
-
-
-def test_a_layer_that_the_model_lacks_is_one_clear_line():
-    model, inputs = batch("qwen2-vl", [40], [1], layers=3)
-    error = pytest.raises(kvcompress.KVCompressError, match=r"dart: layer=7 is not below the model's 3 layers")
-    with kvcompress.compress(model, "dart", 0.5, layer=7), error:
-        generate(model, inputs, 1)

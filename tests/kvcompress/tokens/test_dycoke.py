@@ -9,15 +9,7 @@ import torch
 import kvcompress
 from kvcompress.check.reference import attended, attending_by, generate
 from tests.support.examples import paired
-from tests.support.token_methods import (
-    TOLERANCE,
-    VIDEO_FAMILIES,
-    batch,
-    budget,
-    kept_columns,
-    of_video,
-    video_batch,
-)
+from tests.support.token_methods import TOLERANCE, VIDEO_FAMILIES, budget, kept_columns, of_video, video_batch
 
 
 @pytest.mark.parametrize(("family", "ratio"), paired(list(VIDEO_FAMILIES), [0.5, 0.7, 1.0]))
@@ -97,23 +89,12 @@ def test_dycoke_hides_from_the_later_layers_what_a_step_s_token_does_not_look_at
     assert (min(whole[1:]) == 2) if sharpness < 1 else (sum(whole) < 3)
 
 
-def test_dycoke_decodes_rows_of_different_length_as_each_alone_and_reuses_a_prompt():
-    model, inputs, _ = video_batch("qwen2-vl", [7, 5])
+def test_dycoke_remembers_what_the_layer_before_its_own_attended_to():
+    model, inputs, _ = video_batch("qwen2-vl", [7])
     with kvcompress.compress(model, "dycoke", 0.6, layer=2) as session:
-        tokens, logits = generate(model, inputs, 5)
-    solo_model, solo, _ = video_batch("qwen2-vl", [7])
-    with kvcompress.compress(solo_model, "dycoke", 0.6, layer=2) as session:
-        _, alone = generate(solo_model, solo, 5, forced=tokens[:1])
-        first = [layer.memory.attended is not None for layer in session.cache.compressed_layers]
-    assert first == [False, True, False, False]
-    torch.testing.assert_close(logits[0], alone[0], atol=TOLERANCE, rtol=0)
-
-
-def test_dycoke_s_layer_must_be_in_the_model():
-    model, inputs, _ = video_batch("qwen2-vl", [4])
-    error = kvcompress.KVCompressError
-    with kvcompress.compress(model, "dycoke", 0.5, layer=4), pytest.raises(error, match=r"layer=4 is not below .* 4 "):
-        generate(model, inputs, 1)
+        generate(model, inputs, 2)
+    remembers = [layer.memory.attended is not None for layer in session.cache.compressed_layers]
+    assert remembers == [False, True, False, False]
 
 
 def test_dycoke_cannot_keep_less_than_every_fourth_frame_and_says_so():
@@ -127,7 +108,4 @@ def test_dycoke_cannot_keep_less_than_every_fourth_frame_and_says_so():
         kvcompress.compress(model, "dycoke", 0.2),
         pytest.raises(error, match="cannot keep 10 of its 48 vision tokens"),
     ):
-        generate(model, inputs, 1)
-    model, inputs = batch("qwen2-vl", [40], [1])
-    with kvcompress.compress(model, "dycoke", 0.5), pytest.raises(error, match="cannot keep 6 of its 12 vision tokens"):
         generate(model, inputs, 1)

@@ -28,10 +28,10 @@ def test_framefusion_prunes_by_the_attention_of_the_layer_before_where_nothing_i
     frames = [8, 8] if family == "llava-onevision" else [7, 5]
     model, inputs, _ = video_batch(family, frames)
     plain, full_logits = generate(model, inputs, NEW)
-    kept, tokens, logits = as_hidden(model, inputs, "framefusion", ratio, similarity=1.0)
+    hidden = as_hidden(model, inputs, "framefusion", ratio, similarity=1.0)
     if ratio == 1:
-        assert torch.equal(tokens, plain)
-        assert torch.equal(logits, full_logits)
+        assert torch.equal(hidden.tokens, plain)
+        assert torch.equal(hidden.logits, full_logits)
         return
     weights = full_attention(model, inputs)[0].double().mean(1)[:, -1]
     for row, vision in enumerate(vision_token_mask(model.config, inputs["input_ids"])):
@@ -39,7 +39,7 @@ def test_framefusion_prunes_by_the_attention_of_the_layer_before_where_nothing_i
         # The first layer holds all, the three others what makes the mean right.
         left = math.floor((4 * budget(ratio, len(columns)) - len(columns)) / 3 + 0.5)
         best = weights[row].masked_fill(~vision, -1).topk(left).indices.tolist()
-        stays = [[c for c in layer[row] if c < len(vision) and vision[c]] for layer in kept]
+        stays = [[c for c in layer[row] if c < len(vision) and vision[c]] for layer in hidden.kept]
         assert stays == [columns, sorted(best), sorted(best), sorted(best)]
 
 

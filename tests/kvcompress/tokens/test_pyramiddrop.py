@@ -1,23 +1,13 @@
 """PyramidDrop: three steps, at each of which the same share of the vision tokens stays."""
 
 import pytest
-import torch
 
 import kvcompress
 from kvcompress.check.reference import generate
 from kvcompress.policy.make import make_policy
 from tests.support.examples import paired
-from tests.support.families import FAMILIES, VLM_FAMILIES
-from tests.support.token_methods import (
-    LENGTHS,
-    NEW,
-    TOLERANCE,
-    batch,
-    budget,
-    hidden_from,
-    kept_columns,
-    vision_of,
-)
+from tests.support.families import VLM_FAMILIES
+from tests.support.token_methods import as_hidden, assert_rows_as_alone, batch, budget, vision_of
 
 METHOD = kvcompress.list_methods()["pyramiddrop"].cls
 
@@ -25,12 +15,7 @@ METHOD = kvcompress.list_methods()["pyramiddrop"].cls
 @pytest.mark.parametrize(("family", "ratio"), paired(list(VLM_FAMILIES), [0.4, 0.8]))
 def test_it_keeps_what_the_last_token_attends_to_step_by_step(family, ratio):
     model, inputs = batch(family, layers=12)
-    with kvcompress.compress(model, "pyramiddrop", ratio) as session:
-        tokens, logits = generate(model, inputs, NEW)
-    kept = kept_columns(session.cache)
-    with hidden_from(model, kept) as weights:
-        _, expected = generate(model, inputs, NEW, forced=tokens)
-    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    kept, _, _, weights = as_hidden(model, inputs, "pyramiddrop", ratio)
     assert METHOD().layers(12) == [3, 6, 9]
     for row, vision in enumerate(vision_of(inputs)):
         left = vision.nonzero()[:, 0]
@@ -39,10 +24,7 @@ def test_it_keeps_what_the_last_token_attends_to_step_by_step(family, ratio):
             seen = weights[layer - 1][row].double().mean(0)[-1, left]
             left = left[seen.topk(count).indices.sort().values]
             assert [c for c in kept[layer][row] if c < len(vision) and vision[c]] == left.tolist()
-        with kvcompress.compress(model, "pyramiddrop", ratio) as session:
-            generate(model, FAMILIES[family].solo(inputs, row), NEW, forced=tokens[row : row + 1])
-        pads = max(LENGTHS) - LENGTHS[row]
-        assert [[c - pads for c in layer[row]] for layer in kept] == [layer[0] for layer in kept_columns(session.cache)]
+    assert_rows_as_alone(model, family, inputs, "pyramiddrop", ratio)
 
 
 def test_the_preset_halves_the_tokens_at_layers_8_16_and_24():

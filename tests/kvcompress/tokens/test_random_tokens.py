@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import kvcompress
-from kvcompress.check.reference import generate
 from kvcompress.tokens import Tokens
-from tests.support.families import FAMILIES, VLM_FAMILIES
-from tests.support.token_methods import LENGTHS, NEW, TOLERANCE, batch, hidden_from, kept_columns, vision_of
+from tests.support.families import VLM_FAMILIES
+from tests.support.token_methods import as_hidden, assert_rows_as_alone, batch, vision_of
 
 
 def chosen(seed: int, row_seeds: tuple[int, ...], budget: int = 5) -> torch.Tensor:
@@ -24,22 +23,11 @@ def chosen(seed: int, row_seeds: tuple[int, ...], budget: int = 5) -> torch.Tens
 @pytest.mark.parametrize("family", VLM_FAMILIES)
 def test_what_it_drops_is_hidden_and_a_row_alone_keeps_the_same(family):
     model, inputs = batch(family)
-    with kvcompress.compress(model, "random-tokens", 0.4) as session:
-        tokens, logits = generate(model, inputs, NEW)
-    together = kept_columns(session.cache)
-    with hidden_from(model, together):
-        _, expected = generate(model, inputs, NEW, forced=tokens)
-    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
-    vision, real = vision_of(inputs), inputs["attention_mask"].bool()
-    for row, length in enumerate(LENGTHS):
-        pads = max(LENGTHS) - length
-        with kvcompress.compress(model, "random-tokens", 0.4) as session:
-            generate(model, FAMILIES[family].solo(inputs, row), NEW, forced=tokens[row : row + 1])
-        assert [[c - pads for c in layer[row]] for layer in together] == [
-            layer[0] for layer in kept_columns(session.cache)
-        ]
-        text = (real[row] & ~vision[row]).nonzero()[:, 0].tolist()
-        assert set(text) <= set(together[0][row])
+    kept = as_hidden(model, inputs, "random-tokens", 0.4).kept
+    assert_rows_as_alone(model, family, inputs, "random-tokens", 0.4)
+    text = inputs["attention_mask"].bool() & ~vision_of(inputs)
+    for columns, of_row in zip(kept[0], text, strict=True):
+        assert set(of_row.nonzero()[:, 0].tolist()) <= set(columns)
 
 
 def test_every_token_is_as_likely_to_stay_and_the_budget_is_exact():

@@ -8,7 +8,7 @@ from kvcompress.check.reference import generate
 from kvcompress.tokens import Tokens
 from tests.support.examples import paired
 from tests.support.families import VLM_FAMILIES
-from tests.support.token_methods import NEW, TOLERANCE, batch, budget, entering, hidden_from, kept_columns, vision_of
+from tests.support.token_methods import as_hidden, batch, budget, entering, vision_of
 
 
 @pytest.mark.parametrize(("family", "ratio"), paired(list(VLM_FAMILIES), [0.1, 0.4, 0.8]))
@@ -16,12 +16,7 @@ def test_sparsevlm_keeps_what_the_raters_attend_to_step_by_step(family, ratio):
     model, inputs = batch(family, layers=12)
     with entering(model, 0) as states:
         generate(model, inputs, 1)
-    with kvcompress.compress(model, "sparsevlm", ratio, recycle=0.0) as session:
-        tokens, logits = generate(model, inputs, NEW)
-    kept = kept_columns(session.cache)
-    with hidden_from(model, kept) as weights:
-        _, expected = generate(model, inputs, NEW, forced=tokens)
-    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    kept, _, _, weights = as_hidden(model, inputs, "sparsevlm", ratio, recycle=0.0)
     method = kvcompress.list_methods()["sparsevlm"].cls(recycle=0.0)
     assert method.layers(12) == [1, 3, 6]
     for row, vision in enumerate(vision_of(inputs)):

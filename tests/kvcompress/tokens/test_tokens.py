@@ -5,9 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-)
+from transformers import DynamicCache
 
 import kvcompress
 from kvcompress.check.reference import generate
@@ -17,11 +15,14 @@ from kvcompress.policy.options import all_options
 from kvcompress.tokens import Tokens
 from tests.support.examples import paired
 from tests.support.families import FAMILIES, MORE_FAMILIES, VLM_FAMILIES
+from tests.support.snapshot import snapshot
 from tests.support.token_methods import (
     IMAGES,
     LENGTHS,
     NEW,
     TOLERANCE,
+    as_hidden,
+    assert_rows_as_alone,
     batch,
     budget,
     full_attention,
@@ -44,12 +45,7 @@ CASES += [(method, family) for family in ("qwen2.5-vl", "internvl") for method i
 @pytest.mark.parametrize(("family", "ratio"), paired([*VLM_FAMILIES, *MORE_FAMILIES.keys() & {"molmo2"}], [0.05, 0.5]))
 def test_fastv_equals_the_full_model_in_which_dropped_tokens_are_hidden_from_layer_k_on(family, ratio):
     model, inputs = batch(family)
-    with kvcompress.compress(model, "fastv", ratio) as session:
-        tokens, logits = generate(model, inputs, NEW)
-    kept = kept_columns(session.cache)
-    with hidden_from(model, kept):
-        _, expected = generate(model, inputs, NEW, forced=tokens)
-    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    kept = as_hidden(model, inputs, "fastv", ratio).kept
     assert len(kept[1][0]) > len(kept[2][0])
 
 
@@ -120,22 +116,12 @@ def test_a_text_only_prompt_and_ratio_one_run_as_the_full_model_bit_for_bit(meth
     assert session.cache.realised_ratios() == [[1.0, 1.0]] * 4
 
 
-@pytest.mark.parametrize(("case", "ratio"), paired(CASES, [0.1, 0.3, 0.6]))
-def test_a_row_alone_keeps_the_same_tokens_and_has_the_same_logits(case, ratio):
-    method, family = case
+@pytest.mark.parametrize(
+    ("method", "family", "ratio"), [(*case, ratio) for case, ratio in paired(CASES, [0.1, 0.3, 0.6])]
+)
+def test_a_row_alone_keeps_the_same_tokens_and_has_the_same_logits(method, family, ratio):
     model, inputs = batch(family)
-    with kvcompress.compress(model, method, ratio) as session:
-        tokens, logits = generate(model, inputs, NEW)
-    together = kept_columns(session.cache)
-    for row, length in enumerate(LENGTHS):
-        solo = FAMILIES[family].solo(inputs, row)
-        with kvcompress.compress(model, method, ratio) as session:
-            _, alone = generate(model, solo, NEW, forced=tokens[row : row + 1])
-        torch.testing.assert_close(logits[row], alone[0], atol=TOLERANCE, rtol=0)
-        pads = max(LENGTHS) - length
-        assert [[c - pads for c in layer[row]] for layer in together] == [
-            layer[0] for layer in kept_columns(session.cache)
-        ]
+    assert_rows_as_alone(model, family, inputs, method, ratio)
 
 
 def test_hidden_states_may_reach_a_layer_by_name():
@@ -168,11 +154,7 @@ def test_hidden_states_may_reach_a_layer_by_name():
 )
 def test_every_storage_and_protocol_decodes_as_the_reference(family, options):
     model, inputs = batch(family)
-    with kvcompress.compress(model, "fastv", 0.3, **options) as session:
-        tokens, logits = generate(model, inputs, NEW)
-    with hidden_from(model, kept_columns(session.cache)):
-        _, expected = generate(model, inputs, NEW, forced=tokens)
-    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    as_hidden(model, inputs, "fastv", 0.3, **options)
 
 
 @pytest.mark.parametrize("family", ["llava-onevision", "qwen2.5-vl"])
@@ -194,28 +176,14 @@ def test_a_second_prompt_sees_what_was_kept(family):
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_eager_and_sdpa_agree_with_and_without_padding(implementation):
-    for lengths, images in (([40], [1]), (LENGTHS, IMAGES)):
-        model, inputs = batch("qwen2-vl", lengths, images)
-        with kvcompress.compress(model, "fastv", 0.3):
-            tokens, expected = generate(model, inputs, NEW)
-        model.set_attn_implementation(implementation)
-        try:
-            with kvcompress.compress(model, "fastv", 0.3):
-                _, logits = generate(model, inputs, NEW, forced=tokens)
-        finally:
-            model.set_attn_implementation("sdpa")
-        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.parametrize(("lengths", "images"), [([40], [1]), (LENGTHS, IMAGES)])
+@pytest.mark.parametrize(("lengths", "images"), [([40], [1]), (LENGTHS, IMAGES)], ids=["one row", "padded"])
+@pytest.mark.parametrize("implementation", ["eager", "flash_attention_2"])
 @pytest.mark.parametrize("method", ["fastv", "sparsevlm"])
-def test_flash_attention_and_sdpa_agree(method, lengths, images, fake_flash_attn):
+def test_other_attention_implementations_and_sdpa_agree(method, implementation, lengths, images, fake_flash_attn):
     model, inputs = batch("qwen2-vl", lengths, images)
     with kvcompress.compress(model, method, 0.3):
         tokens, expected = generate(model, inputs, NEW)
-    model.set_attn_implementation({"text_config": "flash_attention_2"})
+    model.set_attn_implementation({"text_config": implementation})
     try:
         with kvcompress.compress(model, method, 0.3):
             _, logits = generate(model, inputs, NEW, forced=tokens)
@@ -229,27 +197,21 @@ def test_no_hook_outlives_the_context_also_after_an_exception(method):
     model, inputs = batch("llava-onevision", [40], [1])
     generate(model, inputs, 1)
 
-    def state() -> list:
-        return [
-            (name, sorted(module.__dict__), len(module._forward_pre_hooks), len(module._forward_hooks))
-            for name, module in model.named_modules()
-        ]
-
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    before = state()
+    before = snapshot(model)
     with kvcompress.compress(model, method, 0.5):
         generate(model, inputs, 1)
-        between = state()
-    assert state() == before
-    changed = {a[0] for a, b in zip(before, between, strict=True) if a != b}
+        between = snapshot(model)
+    assert snapshot(model) == before
+    changed = {a[0] for a, b in zip(before[0], between[0], strict=True) if a != b}
     assert not any(name.startswith("model.language_model") for name in changed)  # a decode step pays nothing
     handle = model.get_decoder().layers[3].mlp.register_forward_pre_hook(fail)
     with pytest.raises(ZeroDivisionError), kvcompress.compress(model, method, 0.5):
         generate(model, inputs, 2)
     handle.remove()
-    assert state() == before
+    assert snapshot(model) == before
 
 
 def test_the_last_token_stays_also_where_it_is_a_vision_token():
@@ -288,11 +250,27 @@ def test_bad_input_is_one_clear_line_before_anything_runs(arguments, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("method", "option"), [("fastv", "layer"), ("dart", "layer"), ("dycoke", "layer"), ("holitom", "inner_layer")]
+)
+def test_a_layer_that_the_model_lacks_is_one_clear_line(method, option):
+    model, inputs, _ = video_batch("llava-onevision", [8])
+    error = pytest.raises(kvcompress.KVCompressError, match=f"{option}=4 is not below the model's 4 layers")
+    with kvcompress.compress(model, method, 0.5, **{option: 4}), error:
+        generate(model, inputs, 1)
+
+
+@pytest.mark.parametrize("method", ["dycoke", "evs", "fastvid", "holitom", "vidcom2"])
+def test_of_an_image_a_method_for_videos_keeps_all_or_says_that_it_does_not_fit(method):
+    model, inputs = batch("llava-onevision", [40], [1])
+    error = pytest.raises(kvcompress.KVCompressError, match=f"{method}: row 0 cannot keep 7 of its 14 vision tokens")
+    with kvcompress.compress(model, method, 0.5), error:
+        generate(model, inputs, 1)
+
+
 def test_what_only_the_model_can_tell_is_an_error_too():
-    model, inputs = batch("qwen2-vl", [40], [1], layers=3)
+    model, inputs = batch("qwen2-vl", [40], [1])
     error = kvcompress.KVCompressError
-    with kvcompress.compress(model, "fastv", 0.5, layer=7), pytest.raises(error, match=r"layer=7 is not below .* 3 "):
-        model.generate(**inputs, max_new_tokens=1)
     embeds = model.get_input_embeddings()(inputs["input_ids"])
     with kvcompress.compress(model, "fastv", 0.5), pytest.raises(error, match="need input_ids"):
         model.generate(inputs_embeds=embeds, max_new_tokens=1)
@@ -361,6 +339,7 @@ def test_frames_are_known_also_where_generate_encodes_the_video_before_the_model
 @pytest.mark.parametrize(
     ("method", "options"),
     [
+        ("dycoke", {"ratio": 0.6, "layer": 2}),
         ("evs", {"preset": "q70"}),
         ("framefusion", {"ratio": 0.4, "similarity": 0.0}),
         ("vidcom2", {"preset": "r25"}),

@@ -13,16 +13,7 @@ import kvcompress
 from kvcompress.check.reference import generate
 from kvcompress.tokens.holitom import shares, windows
 from tests.support.examples import paired
-from tests.support.token_methods import (
-    NEW,
-    TOLERANCE,
-    batch,
-    budget,
-    entering,
-    hidden_from,
-    kept_columns,
-    video_batch,
-)
+from tests.support.token_methods import NEW, TOLERANCE, as_hidden, budget, entering, kept_columns, video_batch
 
 FRAMES, SIDE = 6, 6  # patches per side, of which 2 x 2 become a token
 PER_FRAME = (SIDE // 2) ** 2
@@ -77,12 +68,7 @@ def received(model: torch.nn.Module, frames: torch.Tensor, of_mean_query: bool) 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_not_merged_is_what_the_tower_attends_to_most_in_each_frame(method, ratio):
     model, inputs, of_frames = video_prompts([5, 9])
-    with kvcompress.compress(model, method, ratio, **UNMERGED[method]) as session:
-        tokens, logits = generate(model, inputs, NEW)
-    kept = kept_columns(session.cache)
-    with hidden_from(model, kept):
-        _, expected = generate(model, inputs, NEW, forced=tokens)
-    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    kept = as_hidden(model, inputs, method, ratio, **UNMERGED[method]).kept
     n = budget(ratio, FRAMES * PER_FRAME + 1) - 1
     for row, columns in enumerate(of_frames):
         attention = received(model, inputs["pixel_values_videos"][row], method == "fastvid")
@@ -196,9 +182,6 @@ def test_holitom_shares_out_to_the_token():
 @pytest.mark.parametrize("method", METHODS)
 def test_they_need_a_video_and_room_for_what_stays(method):
     error = kvcompress.KVCompressError
-    model, inputs = batch("llava-onevision", [40], [1])
-    with kvcompress.compress(model, method, 0.5), pytest.raises(error, match=r"cannot keep 7 of its 14 .* 14 tokens"):
-        generate(model, inputs, 1)
     model, inputs, _ = video_prompts([5])
     with kvcompress.compress(model, method, budget=1) as session:
         generate(model, inputs, 1)
@@ -210,16 +193,6 @@ def test_they_need_a_video_and_room_for_what_stays(method):
     cache = kvcompress.CompressedCache(model.config, method, 0.5)
     with kvcompress.attach(model), pytest.raises(error, match=r"works inside kvcompress.compress\(...\)"):
         model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
-
-
-def test_holitom_s_inner_layer_must_be_in_the_model():
-    model, inputs, _ = video_prompts([5])
-    error = kvcompress.KVCompressError
-    with (
-        kvcompress.compress(model, "holitom", 0.5, inner_layer=4),
-        pytest.raises(error, match=r"inner_layer=4 is not below the model's 4 layers"),
-    ):
-        generate(model, inputs, 1)
 
 
 def test_the_presets_keep_whole_frames_shares():
