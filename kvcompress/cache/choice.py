@@ -142,10 +142,16 @@ class Choice:
         return self._counted(candidates, self._checked(kept), view)
 
     def _checked(self, kept: object) -> Kept:
-        """Return what `update_kv` returned. Raises KVCompressError if it is no `Kept`."""
+        """Return what `update_kv` returned. Raises KVCompressError if it is no `Kept` whose parts are of one shape."""
+        place = f"{type(self.policy.cluster).__name__}.update_kv"
         if not isinstance(kept, Kept):
-            place = f"{type(self.policy.cluster).__name__}.update_kv"
             raise KVCompressError(f"{place} returned {type(kept).__name__}: it must be kvcompress.Kept")
+        of_parts = [tuple(part.shape[:3]) for part in (kept.keys, kept.values, kept.indices)]
+        if len(set(of_parts)) > 1:
+            keys, values, indices = of_parts
+            raise KVCompressError(
+                f"{place} returned keys for (batch, kv_heads, kept) {keys}, values for {values}, indices for {indices}"
+            )
         return kept
 
     def assess(self, candidates: Candidates) -> tuple[torch.Tensor, torch.Tensor | None]:

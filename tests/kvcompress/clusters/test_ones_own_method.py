@@ -201,6 +201,11 @@ def test_in_inference_mode_a_score_is_asked_as_ever():
         ("select", torch.zeros(1, 1, dtype=torch.long), r"Wrong.select must return a LongTensor"),
         ("update_kv", None, r"Wrong.update_kv returned NoneType: it must be kvcompress.Kept"),
         ("update_kv", (1, 2), r"Wrong.update_kv returned tuple: it must be kvcompress.Kept"),
+        (
+            "update_kv",
+            kvcompress.Kept(torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 16), torch.arange(9).expand(1, 2, 9)),
+            r"Wrong.update_kv returned keys .* \(1, 2, 8\), values for \(1, 2, 8\), indices for \(1, 2, 9\)",
+        ),
     ],
 )
 @pytest.mark.parametrize("decode_budget", [None, 9])
