@@ -47,7 +47,7 @@ class Sums(TypedDict):
 
 
 class Environment(TypedDict):
-    versions: NotRequired[dict[Text, Any]]
+    versions: NotRequired[dict[Text, Text]]
     processes: NotRequired[Count]
 
 

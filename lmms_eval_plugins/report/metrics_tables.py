@@ -87,7 +87,7 @@ def _cells_table(group: pd.DataFrame, width: int) -> Table:
     header, rows = ["method", KEPT, metric, *headroom, *against_full, "answers/s", "tokens/correct"], []
     names, shared = short_names(group)
     for name, row in zip(names, group.itertuples(), strict=True):
-        values = [text_of(row.relative, 1, 100) + " %", text_of(row.loyalty, 1, 100) + " %"]
+        values = [text_of(row.relative, 1, 100, " %"), text_of(row.loyalty, 1, 100, " %")]
         values += [text_of(row.speed_up, 2, 1, "x"), text_of(row.answers_per_s, 1), text_of(row.tokens_per_correct, 1)]
         if has_headroom:
             interval = f"[{text_of(row.headroom_low, 0, 100)}, {text_of(row.headroom_high, 0, 100)}] %"
@@ -105,7 +105,7 @@ def _curves_table(lines: pd.DataFrame, width: int) -> Table:
     for row in lines.itertuples():
         speed = text_of(row.answers_per_s, 1) + f" (full {text_of(row.full_answers_per_s, 1)})"
         length = text_of(row.tokens_out, 1) + f" (full {text_of(row.full_tokens_out, 1)})"
-        rows.append([row.series, text_of(row.area, 1, 100) + " %", share(row.smallest), speed, length])
+        rows.append([row.series, text_of(row.area, 1, 100, " %"), share(row.smallest), speed, length])
     caption = f"Area: mean of score / full score from {share(first['from'])} of the KV entries to 1, on a log axis."
     return fitted(width, header, rows, caption=caption)
 
