@@ -50,7 +50,7 @@ TASKS = {
 }
 QUESTIONS = {1024: 20, 4096: 8}  # length of the prompts, in tokens at most -> questions of each task
 # Answers at 4,096 tokens were begun on a CPU that multiplies in bf16. These tasks are computed in fp32, with the same
-# weights, since most CPUs take a quarter of the time for it.
+# weights, since a CPU without instructions for bf16 takes a quarter of the time for it.
 IN_FP32 = {4096: ("niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")}
 RATIOS = (0.3, 0.1)  # of every method
 LARGER, BEST, WORST = 0.5, 12, 5  # how many of the best and worst at 0.3 are asked at a larger ratio
@@ -100,8 +100,8 @@ def qwen2(dtype: torch.dtype = torch.bfloat16) -> tuple[Path, torch.nn.Module, P
 def pack(model: torch.nn.Module, rows: int) -> None:
     """Keep a second copy of each linear layer's weight in the layout that oneDNN multiplies `rows` rows with.
 
-    Otherwise it packs all weights anew for each token. Products are the same to the bit; a decode step of 8 or 20 rows
-    takes two thirds of the time. For inference on a CPU.
+    Otherwise it packs all weights anew for each token. Products are the same to the bit in bf16, and but for rounding in
+    fp32; a decode step of 8 or 20 rows in bf16 takes two thirds of the time. For inference on a CPU.
     """
     for layer in model.modules():
         if isinstance(layer, torch.nn.Linear):
@@ -288,6 +288,8 @@ def report(length: int, tasks: list[Task], answers: dict[str, Answers]) -> str:
         "paired test; bold where p < 0.05 after Holm's correction over the table's methods. KV: bytes of a prompt's "
         "entries in bf16. Methods with their published defaults; `benchmarks/learned.py` calibrates and trains."
     ]
+    if of_fp32 := [task.name for task in tasks if task.name in IN_FP32.get(length, ())]:
+        parts.append(f"Computed in fp32, with the same weights: {', '.join(of_fp32)}; the others in bf16.")
     for ratio in sorted((*RATIOS, LARGER, SMALLER), reverse=True):
         rows = rows_of(tasks, answers, ratio)
         if set(rows) <= set(RULERS):

@@ -152,12 +152,12 @@ def import_file(path: Path, name: str) -> list[str]:
         raise KVCompressError(f"{name}: another file there has the same name; rename one")
     spec = importlib.util.spec_from_file_location(f"{OF_FILE}{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    before, parts = set(_METHODS), {*list_layer_budgets(), *MERGES}
+    before, parts = set(_METHODS), (set(list_layer_budgets()), set(MERGES))
     _FILES.add(path)  # first, because the file may list the existing methods
     sys.modules[module.__name__] = module
     try:
         spec.loader.exec_module(module)
-        if set(_METHODS) == before and {*list_layer_budgets(), *MERGES} == parts:
+        if set(_METHODS) == before and (set(list_layer_budgets()), set(MERGES)) == parts:
             raise KVCompressError("it registers no method, no layer budget and no merge")
     except (Exception, SystemExit) as error:
         _FILES.discard(path)

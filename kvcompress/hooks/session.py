@@ -391,7 +391,7 @@ class Session:
             raise KVCompressError("use_cache is off: without a KV cache there is nothing to compress")
         if self._new_cache is None:
             raise KVCompressError("attach(...) compresses nothing by itself: pass past_key_values=CompressedCache(...)")
-        ours = CompressedCache(self.model.config, **self._new_cache)  # in place of `generate`'s empty DynamicCache
+        ours = CompressedCache(self.model.config, **self._new_cache)  # first: it refuses a model without attention
         if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length()):
             raise KVCompressError(
                 f"past_key_values is a {type(cache).__name__} with {cache.get_seq_length()} tokens: inside "

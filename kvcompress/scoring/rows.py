@@ -36,7 +36,7 @@ def scores_of(
     has another shape.
     """
     if view.padding is None or getattr(score, "handles_padding", False):
-        return _asked(score, queries, keys, values, view, view)
+        return _asked(score, queries, keys, values, view)
     pads = view.padding.expand(-1, keys.shape[1])
     if view.settings.cluster is not None and view.settings.cluster.mixes_heads and bool((pads != pads[:, :1]).any()):
         raise KVCompressError(
@@ -56,7 +56,7 @@ def scores_of(
         if queries is not None:  # a prompt's queries have the keys' columns
             asking = queries[rows][:, :, mute if view.is_decoding else first :]
         part = (asking, keys[rows][:, :, first:], values[rows][:, :, first:])
-        found = _asked(score, *part, view.rows(rows, first, keys.shape[2]), view)
+        found = _asked(score, *part, view.rows(rows, first, keys.shape[2]))
         scores[rows, :, first:] = torch.where(wanted[rows][..., None], found, scores[rows, :, first:])
     return scores
 
@@ -73,15 +73,14 @@ def _asked(
     queries: torch.Tensor | None,
     keys: torch.Tensor,
     values: torch.Tensor,
-    seen: LayerView,
     view: LayerView,
 ) -> torch.Tensor:
-    """Return what `score` returns for these states and the view `seen`, in fp32.
+    """Return what `score` returns for these states, in fp32.
 
     Raises KVCompressError if it changes the states: they are stored, and other methods may share the prefill."""
     given = [each for each in (queries, keys, values) if each is not None and not each.is_inference()]
     before = [each._version for each in given]
-    scores = score(queries, keys, values, seen)
+    scores = score(queries, keys, values, view)
     cluster = view.settings.cluster
     if before != [each._version for each in given]:
         raise KVCompressError(f"{type(cluster).__name__}.score changes queries, keys or values in place: use copies")

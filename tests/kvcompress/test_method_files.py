@@ -79,9 +79,12 @@ def test_a_merge_of_a_file_is_one_like_any_other(write, capsys):
     assert "not checked" not in capsys.readouterr().err  # `kvcompress check` is for methods
     assert not torch.equal(values["faint"], values["none"])
     assert (values["faint"] - values["none"]).norm() < (values["average"] - values["none"]).norm()
-    write(other=MERGE.replace("faint", "average"))
-    with pytest.raises(KVCompressError, match="merge 'average' is already registered"):
-        kvcompress.list_methods()
+    for number, name in enumerate(("average", "none")):
+        write(**{f"taken{number}": MERGE.replace("faint", name)})
+        with pytest.raises(KVCompressError, match=f"merge '{name}' is already registered"):
+            kvcompress.list_methods()
+    write(budget=MERGE.replace("faint", "pyramid"))  # the name of a layer budget, which is no merge
+    kvcompress.list_methods()
 
 
 @pytest.mark.parametrize("text", [RULE, MERGE, TOKENS], ids=["a layer budget", "a merge", "a token method"])
