@@ -100,8 +100,8 @@ def qwen2(dtype: torch.dtype = torch.bfloat16) -> tuple[Path, torch.nn.Module, P
 def pack(model: torch.nn.Module, rows: int) -> None:
     """Keep a second copy of each linear layer's weight in the layout that oneDNN multiplies `rows` rows with.
 
-    Otherwise it packs all weights anew for each token. Products are the same to the bit in bf16, and but for rounding in
-    fp32; a decode step of 8 or 20 rows in bf16 takes two thirds of the time. For inference on a CPU.
+    Otherwise it packs all weights anew for each token. Products are the same to the bit in bf16, in fp32 up to
+    rounding; a decode step of 8 or 20 rows in bf16 takes two thirds of the time. For inference on a CPU.
     """
     for layer in model.modules():
         if isinstance(layer, torch.nn.Linear):
