@@ -5,12 +5,13 @@
 
 Questions and scores are lm-evaluation-harness' (2404.06654, its six tasks that need no download); each prefill runs
 once for all methods and ratios. Answers are saved as they come, in `<out>/ruler_qwen2/`, and a cut run goes on. Then a
-table is written of the tasks that every method has answered, `<out>/ruler_qwen2_<length>.md`.
+table is written of the methods that have answered all tasks that were asked, `<out>/ruler_qwen2_<length>.md`.
 """
 
 import hashlib
 import json
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -234,9 +235,9 @@ def rows_of(tasks: list[Task], answers: dict[str, Answers], ratio: float) -> dic
     return {row.method: row for row in sorted(rows.values(), key=place)}
 
 
-def is_whole(task: Task, answers: Answers) -> bool:
-    """Return whether every method has answered or refused at RATIOS."""
-    cells = cells_of(task, list(kvcompress.list_methods()))
+def has_answers(task: Task, answers: Answers, methods: Iterable[str] = RULERS) -> bool:
+    """Return whether each of the methods has answered or refused at RATIOS."""
+    cells = cells_of(task, list(methods))
     return all(cell.key in answers.refused or len(answers.of(cell, task.questions)) == task.questions for cell in cells)
 
 
@@ -309,6 +310,11 @@ def report(length: int, tasks: list[Task], answers: dict[str, Answers]) -> str:
             if cell.key in answers[task.name].refused:
                 refused.setdefault(answers[task.name].refused[cell.key], set()).add(cell.method)
     parts += [f"Not here: {', '.join(sorted(methods))} ({why})." for why, methods in sorted(refused.items())]
+    for ratio in RATIOS:
+        rows = rows_of(tasks, answers, ratio)
+        asked = {cell.method for task in tasks for cell in cells_of(task, list(kvcompress.list_methods()))}
+        if missing := sorted(asked.difference(rows, *refused.values())):
+            parts.append(f"Not asked all of this at {ratio:.0%}: {', '.join(missing)}.")
     words = ["benchmarks.ruler", str(length)]
     return page(about(words, {}, torch.device("cpu")), f"RULER at {length:,} tokens on Qwen2.5-Coder-0.5B", *parts)
 
@@ -321,7 +327,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=path, default=RESULTS, help="folder")
     given = parser.parse_args(argv)
     torch.set_num_threads(1)
-    there, answers = [], {}
+    methods, there, answers = list(kvcompress.list_methods()), [], {}
     for name in TASKS:
         file = given.out / "ruler_qwen2" / f"{name}_{given.length}.json"
         is_asked = name in given.tasks and not given.tables_only
@@ -329,14 +335,14 @@ def main(argv: list[str]) -> None:
             there.append(task_of(name, given.length, QUESTIONS[given.length]))
             answers[name] = Answers(file, there[-1].identity)
             if is_asked:
-                compute(there[-1], cells_of(there[-1], list(kvcompress.list_methods())), answers[name])
-    whole = [task for task in there if is_whole(task, answers[task.name])]
-    if len(whole) == len(TASKS) and not given.tables_only:
-        for task in whole:
-            asked = [cell_at(task, method, ratio) for ratio, own in further(whole, answers).items() for method in own]
+                compute(there[-1], cells_of(there[-1], methods), answers[name])
+    is_whole = len(there) == len(TASKS) and all(has_answers(task, answers[task.name], methods) for task in there)
+    if is_whole and not given.tables_only:
+        for task in there:
+            asked = [cell_at(task, method, ratio) for ratio, own in further(there, answers).items() for method in own]
             compute(task, asked, answers[task.name])
-    if whole:
-        text = report(given.length, whole, answers)
+    if begun := [task for task in there if has_answers(task, answers[task.name])]:
+        text = report(given.length, begun, answers)
         write_text(given.out / f"ruler_qwen2_{given.length}.md", text)
         print(text)
 

@@ -101,16 +101,29 @@ def test_the_best_and_the_worst_are_asked_at_more_and_the_very_good_at_less(answ
     assert "## 50% kept\n\nThe best 12 and the worst 1 at 30%." in ruler.report(1024, tasks, answers)
 
 
-def test_further_ratios_wait_for_every_method(answered, monkeypatch):
+def test_a_task_has_answers_where_each_method_asked_has_answered_all_or_refused(answered):
+    tasks, answers = answered
+    of_task = answers[tasks[0].name]
+    assert ruler.has_answers(tasks[0], of_task)  # the references
+    assert ruler.has_answers(tasks[0], of_task, METHODS)
+    (cell, _) = cells_of(tasks[0], ["snapkv"])
+    del of_task.right[cell.key]
+    assert ruler.has_answers(tasks[0], of_task)
+    assert not ruler.has_answers(tasks[0], of_task, METHODS)
+    of_task.refuse(cell, kvcompress.KVCompressError("no room"))
+    assert ruler.has_answers(tasks[0], of_task, METHODS)
+
+
+def test_the_page_names_the_methods_that_have_not_answered_all_tasks(answered, monkeypatch):
     tasks, answers = answered
     few = {name: info for name, info in kvcompress.list_methods().items() if name in METHODS}
     monkeypatch.setattr(kvcompress, "list_methods", lambda: few)
-    assert ruler.is_whole(tasks[0], answers[tasks[0].name])
-    (cell, _) = cells_of(tasks[0], ["snapkv"])
+    assert "Not asked" not in ruler.report(1024, tasks, answers)
+    (_, cell) = cells_of(tasks[0], ["adakv"])
     del answers[tasks[0].name].right[cell.key]
-    assert not ruler.is_whole(tasks[0], answers[tasks[0].name])
-    answers[tasks[0].name].refuse(cell, kvcompress.KVCompressError("no room"))
-    assert ruler.is_whole(tasks[0], answers[tasks[0].name])
+    text = ruler.report(1024, tasks, answers)
+    assert "Not asked all of this at 10%: adakv." in text
+    assert "at 30%" not in text
 
 
 def test_the_page_says_bytes_and_what_refused(answered):
