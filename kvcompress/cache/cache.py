@@ -386,5 +386,7 @@ class CompressedCache(DynamicCache):
         """Return the fraction of each row's real prompt tokens that was kept: `[compressed layer][row]`.
 
         It is averaged over KV heads, and NaN for a row of pads only."""
+        if self.is_empty:
+            raise KVCompressError("this CompressedCache has not seen a prompt yet")
         logs = [layer.memory.log for layer in self.compressed_layers]
         return [(log.kept.double() / on_device(log.lengths, log.kept.device)).tolist() for log in logs]

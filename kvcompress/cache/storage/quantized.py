@@ -146,10 +146,11 @@ class QuantizedStorage(Storage):
         recent = self.recent
         return grouped_decode(query, self._pieces, recent.keys, recent.values, recent.length, scaling)
 
-    def state(self) -> dict[str, object]:
-        state = super().state()
-        state.pop("_pieces", None)  # addresses
-        return state
+    def __getstate__(self) -> dict[str, object]:
+        """Leave the addresses out of copies and pickles, whose tensors have others."""
+        return {name: value for name, value in vars(self).items() if name != "_pieces"}
+
+    state = __getstate__
 
     def visible(self) -> torch.Tensor | None:
         if self.unused is None:

@@ -141,9 +141,11 @@ def test_a_fresh_cache_for_each_generation():
     assert session.cache is not cache
 
 
-def test_kept_indices_before_the_prompt_is_an_error():
-    with pytest.raises(kvcompress.KVCompressError, match="has not seen a prompt"):
-        kvcompress.CompressedCache(MODEL.config, "snapkv", 0.3).kept_indices(0)
+def test_what_was_kept_before_the_prompt_is_an_error():
+    cache = kvcompress.CompressedCache(MODEL.config, "snapkv", 0.3)
+    for ask in (lambda: cache.kept_indices(0), cache.realised_ratios):
+        with pytest.raises(kvcompress.KVCompressError, match="has not seen a prompt"):
+            ask()
 
 
 def test_embeddings_in_place_of_ids_give_the_same_answer():
