@@ -109,11 +109,10 @@ class CompressedCache(DynamicCache):
         first_hidden = None if tokens is None else tokens.hides_from(len(self.layers))
         hiding = None if first_hidden is None else Hiding(tokens, first_hidden)
         self._hides = hiding is not None  # whether decode steps hide vision tokens
-        for place, layer_idx in enumerate(full_attention):
-            layer = CompressedLayer(layer_idx, place, len(full_attention), self.policy, max_new_tokens, hiding)
-            self.layers[layer_idx] = layer
-        self.compressed_layers = [self.layers[layer_idx] for layer_idx in full_attention]
         compressed = len(full_attention)
+        for place, layer_idx in enumerate(full_attention):
+            self.layers[layer_idx] = CompressedLayer(layer_idx, place, compressed, self.policy, max_new_tokens, hiding)
+        self.compressed_layers = [self.layers[layer_idx] for layer_idx in full_attention]
         others = [layer for layer in self.layers if not isinstance(layer, (CompressedLayer, WITHOUT_KEYS))]
         if others:
             say_once(
@@ -236,7 +235,15 @@ class CompressedCache(DynamicCache):
 
     def reset(self) -> None:
         super().reset()
-        self._stage = None
+        self._stage = self.rope_deltas = None
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if (deltas := self.rope_deltas) is not None:  # each of as many rows as `batch_repeat_interleave` has made of it
+            rows = len(self.compressed_layers[0].memory.log.lengths)
+            self.rope_deltas = deltas.repeat_interleave(rows // len(deltas), dim=0)[indices.to(deltas.device)]
+        super().batch_select_indices(indices)
+
+    reorder_cache = batch_select_indices
 
     def crop(self, tokens_to_remove: int) -> None:
         raise KVCompressError(
