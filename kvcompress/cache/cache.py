@@ -48,8 +48,7 @@ def check_room(policy: Policy, max_new_tokens: object) -> None:
         if "static" in kind:
             raise KVCompressError(f"cache_implementation={kind!r} needs max_new_tokens=, the room in its fixed shapes")
         return
-    is_count = isinstance(max_new_tokens, numbers.Integral) and not isinstance(max_new_tokens, bool)
-    if not is_count or max_new_tokens < 0:
+    if not isinstance(max_new_tokens, numbers.Integral) or isinstance(max_new_tokens, bool) or max_new_tokens < 0:
         raise KVCompressError(f"max_new_tokens={max_new_tokens!r} is not an integer of at least 0, a number of tokens")
 
 
@@ -108,12 +107,10 @@ class CompressedCache(DynamicCache):
         tokens = self.policy.tokens
         first_hidden = None if tokens is None else tokens.hides_from(len(self.layers))
         hiding = None if first_hidden is None else Hiding(tokens, first_hidden)
-        self._hides = hiding is not None  # whether decode steps hide vision tokens
-        for place, layer_idx in enumerate(full_attention):
-            layer = CompressedLayer(layer_idx, place, len(full_attention), self.policy, max_new_tokens, hiding)
-            self.layers[layer_idx] = layer
-        self.compressed_layers = [self.layers[layer_idx] for layer_idx in full_attention]
         compressed = len(full_attention)
+        for place, layer_idx in enumerate(full_attention):
+            self.layers[layer_idx] = CompressedLayer(layer_idx, place, compressed, self.policy, max_new_tokens, hiding)
+        self.compressed_layers = [self.layers[layer_idx] for layer_idx in full_attention]
         others = [layer for layer in self.layers if not isinstance(layer, (CompressedLayer, WITHOUT_KEYS))]
         if others:
             say_once(
@@ -179,7 +176,7 @@ class CompressedCache(DynamicCache):
         tokens = NewTokens.of(
             self.config, self.policy, is_first, batch, columns, input_ids, attention_mask, video_grid_thw, self._decode
         )
-        if self.policy.engine.prefill_chunk is not None or self._hides:
+        if self.policy.engine.prefill_chunk is not None or self.compressed_layers[0].hiding is not None:
             tokens = tokens.following(memory.log.vision, memory.seen)
         self.begin(tokens)
         self._stage, self.is_prompt = "announced", True
@@ -236,7 +233,20 @@ class CompressedCache(DynamicCache):
 
     def reset(self) -> None:
         super().reset()
-        self._stage = None
+        self._stage = self.rope_deltas = None
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._select_deltas(beam_idx)
+        super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._select_deltas(indices)
+        super().batch_select_indices(indices)
+
+    def _select_deltas(self, rows: torch.Tensor) -> None:
+        if (deltas := self.rope_deltas) is not None:  # of a prompt each, which may have become several rows since
+            of_each = len(self.compressed_layers[0].memory.log.lengths) // len(deltas)
+            self.rope_deltas = deltas.repeat_interleave(of_each, dim=0)[rows.to(deltas.device)]
 
     def crop(self, tokens_to_remove: int) -> None:
         raise KVCompressError(
@@ -280,8 +290,7 @@ class CompressedCache(DynamicCache):
                 "this CompressedCache does not know its model, which is gone or was never called with it"
             )
         layers = [layer.state() if isinstance(layer, CompressedLayer) else dict(vars(layer)) for layer in self.layers]
-        content = {"asked": self.asked, "rope_deltas": self.rope_deltas, "layers": layers}
-        saved.write(path, model, self.policy, content)
+        saved.write(path, model, self.policy, {"asked": self.asked, "rope_deltas": self.rope_deltas, "layers": layers})
 
     @classmethod
     def load(cls, path: str | Path, model: torch.nn.Module) -> "CompressedCache":
@@ -363,8 +372,7 @@ class CompressedCache(DynamicCache):
     @property
     def room_nbytes(self) -> int:
         """The part of `nbytes` that is reserved for new tokens."""
-        storages = [layer.storage for layer in self.compressed_layers]
-        return sum(storage.room_nbytes for storage in storages if storage is not None)
+        return sum(layer.storage.room_nbytes for layer in self.compressed_layers if layer.storage is not None)
 
     def kept_indices(self, layer_idx: int) -> list[list[torch.Tensor]]:
         """Return the sequence columns stored in layer `layer_idx`: `[row][kv_head]` -> LongTensor, ascending.
@@ -386,5 +394,7 @@ class CompressedCache(DynamicCache):
         """Return the fraction of each row's real prompt tokens that was kept: `[compressed layer][row]`.
 
         It is averaged over KV heads, and NaN for a row of pads only."""
+        if self.is_empty:
+            raise KVCompressError("this CompressedCache has not seen a prompt yet")
         logs = [layer.memory.log for layer in self.compressed_layers]
         return [(log.kept.double() / on_device(log.lengths, log.kept.device)).tolist() for log in logs]

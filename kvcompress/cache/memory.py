@@ -248,10 +248,8 @@ class Memory:
         if queries is None:
             return
         window = self._policy.query_window
-        is_part = (
-            queries.untyped_storage().nbytes() > queries.nbytes
-        )  # a view would keep the whole prompt's memory alive
-        self.latest_queries.append(queries.clone() if is_part else queries)
+        is_view = queries.untyped_storage().nbytes() > queries.nbytes  # it would keep a whole prompt's memory alive
+        self.latest_queries.append(queries.clone() if is_view else queries)
         if len(self.latest_queries) > 2 * window:
             self.latest_queries = [torch.cat(self.latest_queries, dim=2)[:, :, -window:]]
 

@@ -1,8 +1,7 @@
 """Connect compression to an unmodified transformers model, and disconnect it again.
 
 It only replaces the text model's attention function (see attention.py) and the cache (see cache/). The model keeps its
-own forward, nothing is stored on its modules, and leaving the context restores it.
-"""
+own forward, nothing is stored on its modules, and leaving the context restores it."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -177,9 +176,11 @@ class Session:
 
     def _prepare_inputs(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Check the room of static shapes before each step of `generate`: a compiled step cannot."""
-        cache, mask = cache_in(kwargs), kwargs.get("attention_mask")
-        if isinstance(cache, CompressedCache) and isinstance(mask, torch.Tensor) and mask.ndim == 2:
-            cache.compressed_layers[0].memory.check_room(mask.shape[1])
+        cache, tokens = cache_in(kwargs), kwargs.get("attention_mask")
+        tokens = kwargs.get("position_ids") if tokens is None else tokens  # `generate` drops a mask without pads
+        is_step = isinstance(cache, CompressedCache) and not kwargs.get("is_first_iteration")
+        if is_step and isinstance(tokens, torch.Tensor):
+            cache.compressed_layers[0].memory.check_room(tokens.shape[-1])
         return prepare(*args, **kwargs)
 
     def _count_on(self, cache: object) -> None:
@@ -198,8 +199,7 @@ class Session:
         if kwargs.get("position_ids") is None:
             self._count_on(cache)
         check_answers(self.model, cache.policy, kwargs.get("return_dict"))
-        mask = kwargs.get("attention_mask")
-        grid = kwargs.get("video_grid_thw")
+        mask, grid = kwargs.get("attention_mask"), kwargs.get("video_grid_thw")
         if grid is None and columns > 1:
             grid = self._frames.grid(ids)
         is_prompt = cache.start(batch, columns, ids, mask, grid)

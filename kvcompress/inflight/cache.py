@@ -19,7 +19,6 @@ class SlotCache(Cache):
 
     Attributes:
         policy: the policy of all sequences.
-        sizes: rows of each slot, by layer.
     """
 
     is_prompt = False
@@ -32,7 +31,7 @@ class SlotCache(Cache):
                 f"requests in flight need layers with their own keys: some of {like.config.model_type} attend to "
                 "the keys of others"
             )
-        self.policy, self.config, self.sizes = like.policy, like.config, [0] * len(like.layers)
+        self.policy, self.config, self._sizes = like.policy, like.config, [0] * len(like.layers)
         self._device = like.compressed_layers[0].device
         nothing = torch.zeros(0, dtype=torch.long, device=self._device)
         self._slots = Slots(nothing, nothing.bool(), torch.zeros(1, dtype=torch.long, device=self._device))
@@ -61,6 +60,11 @@ class SlotCache(Cache):
         """Number of tokens so far of the sequence in each slot in use."""
         return self._slots.held
 
+    @property
+    def sizes(self) -> Sizes:
+        """Rows of each slot, by layer, which evictions may have made more."""
+        return [max(rows, layer.rows) for rows, layer in zip(self._sizes, self.layers, strict=True)]
+
     def sizes_for(self, cache: CompressedCache, room: int) -> Sizes:
         """Return the slot size for a compressed prompt with `room` new tokens."""
         return [ours.rows_for(theirs, room) for ours, theirs in zip(self.layers, cache.layers, strict=True)]
@@ -76,7 +80,7 @@ class SlotCache(Cache):
         moves = {old: new for new, old in enumerate(self.held)}
         for layer, rows in zip(self.layers, sizes, strict=True):
             layer.resize(slots, rows, moves)
-        self.sizes = sizes
+        self._sizes = sizes
         self._slots.held = {moves[slot]: seen for slot, seen in self.held.items()}
         self._slots.seen = torch.zeros(slots, dtype=torch.long, device=self._device)
         self._slots.seen[: len(moves)] = torch.tensor(list(self.held.values()), dtype=torch.long)

@@ -48,6 +48,7 @@ class DecodingLayer(CacheLayerMixin):
     is_sliding = is_first_prompt = is_whole = wants_sums = decodes_in_place = False
     has_fixed_shapes = True  # for the attention function: one query under a mask
     is_initialized = is_compileable = True
+    rows = 0  # of each slot, once there are slots that may grow
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing: slots are filled before a step."""
@@ -105,6 +106,10 @@ class SlotLayer(DecodingLayer):
             most = max(held, self.choice.decode_budget(length, layer.memory.log))
             room = min(room, most - held + self.policy.decode_interval)
         return self._pool_type.rows_for(counts, room)
+
+    @property
+    def rows(self) -> int:
+        return 0 if self.storage is None else self.storage.rows
 
     def nbytes_for(self, rows: int) -> int:
         """Return the bytes of a slot with this many rows."""

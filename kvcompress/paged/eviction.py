@@ -219,10 +219,8 @@ class Eviction:
             if reading.slots is not None:
                 request.rotary = [self._joined(request.rotary)]
         if self.policy.query_window or self.policy.needs_sums or self._prefixes is not None:
-            own = queries[:, :, reading.tokens]
-            layer.queries.append(
-                own.clone() if reading.slots is None else own
-            )  # a view would keep all requests' queries alive
+            own = queries[:, :, reading.tokens]  # a view, which would keep all requests' queries alive
+            layer.queries.append(own.clone() if reading.slots is None else own)
         if reading.slots is None:
             return
         if request.tokens is None:

@@ -112,6 +112,9 @@ class OffloadedStorage(Storage):
             for buffer, part in zip(self._wait_for_fetched(), (keys, values), strict=True):
                 buffer[:, :, first : first + keys.shape[2]] = part
 
+    def check_room(self, appended: int) -> None:
+        self._inner.check_room(appended)
+
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.stream is None:
             return tuple(part.to(self.device) for part in self.inner.read())

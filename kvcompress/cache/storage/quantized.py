@@ -89,12 +89,9 @@ class QuantizedStorage(Storage):
 
     def extend(self, kept: Kept, first: int) -> None:
         indices = torch.cat([self.columns(first), kept.indices], dim=2)
-        unused = kept.indices < 0 if bool((kept.indices < 0).any()) else None
         self._flush()
-        self._add(kept.keys, kept.values, unused)
-        self.indices, self.unused = indices.to(torch.int32), None
-        if bool((indices < 0).any()):
-            self.unused = indices < 0
+        self._add(kept.keys, kept.values, _unused(kept.indices))
+        self.indices, self.unused = indices.to(torch.int32), _unused(indices)
         self.entries = self.length = indices.shape[2]
 
     def forget(self, column: int, seen: int) -> None:
@@ -138,18 +135,17 @@ class QuantizedStorage(Storage):
 
     def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
         if self._pieces is None:
-            ends, longest = (
-                torch.stack([block.ends() for block in self.blocks]),
-                sum(each.slots for each in self.blocks),
-            )
+            ends = torch.stack([block.ends() for block in self.blocks])
+            longest = sum(block.slots for block in self.blocks)
             self._pieces = pieces([block.rows for block in self.blocks], ends, longest)
         recent = self.recent
         return grouped_decode(query, self._pieces, recent.keys, recent.values, recent.length, scaling)
 
-    def state(self) -> dict[str, object]:
-        state = super().state()
-        state.pop("_pieces", None)  # addresses
-        return state
+    def __getstate__(self) -> dict[str, object]:
+        """Leave the addresses out of copies and pickles, whose tensors have others."""
+        return {name: value for name, value in vars(self).items() if name != "_pieces"}
+
+    state = __getstate__
 
     def visible(self) -> torch.Tensor | None:
         if self.unused is None:
@@ -183,3 +179,9 @@ class QuantizedStorage(Storage):
     @property
     def room_nbytes(self) -> int:
         return self.recent.room_nbytes
+
+
+def _unused(indices: torch.Tensor) -> torch.Tensor | None:
+    """Return which slots are unused, bool like `indices`; None if all are in use."""
+    unused = indices < 0
+    return unused if bool(unused.any()) else None

@@ -100,6 +100,21 @@ def test_rows_can_be_reordered_repeated_and_selected():
     assert [head.tolist() for head in cache.kept_indices(0)[0]] == [head.tolist() for head in kept[0]]
 
 
+def test_rows_take_the_positions_after_their_image_along():
+    """A row's next position in a model with M-RoPE depends on its image."""
+    family, tokens = FAMILIES["qwen2-vl"], torch.tensor([[9], [11]])
+    model, rows = family.build(), torch.tensor([1, 0, 1])
+    with torch.no_grad(), kvcompress.compress(model, "snapkv", 0.5) as session:
+        model(**family.inputs(model, [50, 40], [1, 0]))
+        with session.reuse() as cache:
+            expected = model(tokens, past_key_values=cache).logits[rows]
+        session.cache.reorder_cache(torch.tensor([1, 0]))
+        session.cache.batch_repeat_interleave(2)
+        session.cache.batch_select_indices(torch.tensor([0, 2, 1]))
+        found = model(tokens[rows], past_key_values=session.cache).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "static", "offloaded"])
 def test_pads_that_are_stored_follow_their_row(kind):
     """A cache that keeps everything stores pads: beams of one row never show whose they are, rows that move do."""
@@ -141,9 +156,11 @@ def test_a_fresh_cache_for_each_generation():
     assert session.cache is not cache
 
 
-def test_kept_indices_before_the_prompt_is_an_error():
-    with pytest.raises(kvcompress.KVCompressError, match="has not seen a prompt"):
-        kvcompress.CompressedCache(MODEL.config, "snapkv", 0.3).kept_indices(0)
+def test_what_was_kept_before_the_prompt_is_an_error():
+    cache = kvcompress.CompressedCache(MODEL.config, "snapkv", 0.3)
+    for ask in (lambda: cache.kept_indices(0), cache.realised_ratios):
+        with pytest.raises(kvcompress.KVCompressError, match="has not seen a prompt"):
+            ask()
 
 
 def test_embeddings_in_place_of_ids_give_the_same_answer():

@@ -43,6 +43,25 @@ def test_a_cache_that_was_saved_goes_on_as_the_one_that_was_kept(stored, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_decode_step_reads_the_entries_of_the_copy(way):
+    """A compiled kernel knows where they lie. The original, in another process, is gone."""
+    model, token = FAMILIES["qwen2"].build(), torch.tensor([[9]])
+    cache = kvcompress.CompressedCache(model.config, "h2o", 0.3, **STORED["quanto"])
+    with kvcompress.attach(model), torch.no_grad():
+        generate(
+            model, FAMILIES["qwen2"].inputs(model, [40]), 3, past_key_values=cache
+        )  # fewer than are packed together
+        saved = WAYS[way](cache)
+        expected = model(token, past_key_values=copy.deepcopy(cache)).logits
+        if way != "deepcopy":  # which shares what is packed
+            for layer in cache.layers:
+                for tensor in layer.storage.tensors():
+                    tensor.data.zero_()
+        found = model(token, past_key_values=saved).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_copy_has_no_part_of_the_model(way):
     """Nor its hooks, which may not be picklable."""
     model = copy.deepcopy(FAMILIES["qwen2"].build())

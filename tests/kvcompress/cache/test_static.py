@@ -68,28 +68,41 @@ def test_generate_compiles_the_decode_step_itself():
     del model._compiled_call
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("options", [{}, {"first_token": "compressed"}], ids=["", "compressed"])
-def test_generate_ends_with_one_line_before_a_step_without_room(options, is_compiled):
+@pytest.mark.parametrize(("kind", "is_compiled"), [("static", False), ("static", True), ("offloaded_static", False)])
+@pytest.mark.parametrize(
+    ("options", "lengths"), [({}, [40]), ({"first_token": "compressed"}, [40, 31])], ids=["", "compressed"]
+)
+def test_generate_ends_with_one_line_before_a_step_without_room(options, lengths, kind, is_compiled):
     """A compiled step writes into the buffers without looking; on a GPU, behind a head's own."""
     model = FAMILIES["qwen2"].build(1)
-    inputs = FAMILIES["qwen2"].inputs(model, [40, 31])
+    inputs = FAMILIES["qwen2"].inputs(model, lengths)  # `generate` drops a mask without pads
     config = CompileConfig(fullgraph=True, backend="eager", mode="default")
     config._compile_all_devices = is_compiled
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    caches = [
-        kvcompress.CompressedCache(model.config, "snapkv", 0.3, max_new_tokens=6, **STATIC, **options) for _ in range(2)
-    ]
-    most = 7 - len(options)  # the last is not fed; the prompt's last may be fed again
+    options |= {"max_new_tokens": 6, "cache_implementation": kind}
+    caches = [kvcompress.CompressedCache(model.config, "snapkv", 0.3, **options) for _ in range(2)]
+    most = 7 - ("first_token" in options)  # the last is not fed; the prompt's last may be fed again
     with kvcompress.attach(model):
         tokens, _ = generate(model, inputs, most, past_key_values=caches[0], compile_config=config)
         assert tokens.shape[1] == most
         with pytest.raises(kvcompress.KVCompressError, match="room for max_new_tokens=6"):
             generate(model, inputs, most + 1, past_key_values=caches[1], compile_config=config)
+    assert not caches[1].is_broken
     assert [int(cache.compressed_layers[0].storage.appended) for cache in caches] == [6, 6]
     assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0) == is_compiled
     vars(model).pop("_compiled_call", None)
+
+
+def test_a_second_prompt_may_be_longer_than_the_room():
+    """It moves, with what was stored, into buffers that have as much room again."""
+    model = FAMILIES["qwen2"].build(1)
+    inputs = FAMILIES["qwen2"].inputs(model, [60, 51])
+    with kvcompress.compress(model, "snapkv", 0.3, max_new_tokens=6, **STATIC) as session:
+        model(**{name: part[:, :40] for name, part in inputs.items()})
+        with session.reuse() as cache:
+            tokens, _ = generate(model, inputs, 7, past_key_values=cache)
+    assert tokens.shape == (2, 7)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
 
 import kvcompress
 from kvcompress import KVCompressError, Request
+from kvcompress.clusters.knorm import KnormKVCluster
 from kvcompress.hooks.resumed_prompt import ResumedPrompt
 from kvcompress.inflight import under_way
 from kvcompress.tokens import TokenMethod
@@ -103,6 +104,25 @@ def test_a_slot_grows_with_its_layers_share_of_the_decode_budget_where_nothing_i
     requests = [FAMILIES["llama"].inputs(model, [40])]
     options = {"variant": "kvpress", "window_size": 8, "head_budget": head_budget}
     check_in_flight(model, requests, [20], "pyramidkv", 1, ratio=0.6, decode_ratio=0.6, decode_interval=1, **options)
+
+
+def test_a_slot_that_an_eviction_made_larger_stays_so_when_slots_are_made_for_a_longer_prompt(monkeypatch):
+    """A head that gets most of a layer's budget only while decoding has entries behind the room for prompts."""
+
+    def score(cluster, queries, keys, values, view):
+        columns = view.stored.columns if view.is_decoding else torch.arange(keys.shape[2]).expand(keys.shape[:3])
+        scores = columns.double().sin().float()
+        scores[:, 0] += 10 * view.is_decoding
+        return view.protect_recent(scores, 1)
+
+    monkeypatch.setattr(KnormKVCluster, "score", score)
+    model, requests = requests_of("qwen2", lengths=(40, 30, 150))
+    evicting = {"head_budget": "adaptive", "safeguard": 0.0, "decode_budget": 30, "decode_interval": 4}
+    asked = [Request(inputs, {"max_new_tokens": new}) for inputs, new in zip(requests, (60, 50, 4), strict=True)]
+    found = answers_of(model, asked, 2, "knorm", session_options=evicting, static=True, do_sample=False)
+    for answer, request in zip(found, asked, strict=True):
+        how = {**request.options, "do_sample": False}
+        assert answer.tokens.tolist() == tokens_alone(model, request.inputs, "knorm", 0.3, evicting, **how)
 
 
 @pytest.mark.parametrize("family", some([*FAMILIES, *MORE_FAMILIES], ["gemma4", "qwen3-vl", "qwen2.5-vl", "qwen3.5"]))
