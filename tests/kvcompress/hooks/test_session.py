@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import kvcompress
 from kvcompress import CompressedCache, KVCompressError
@@ -210,10 +210,20 @@ def test_a_later_prompts_mask_may_not_hide_what_is_in_the_cache():
     assert torch.equal(logits[0], logits[2])
 
 
-def test_a_prompt_that_generate_would_split_is_an_error():
+def test_a_prompt_that_generate_would_split_is_an_error(monkeypatch):
     """Each piece would be compressed as a prompt of its own."""
-    with compress(), pytest.raises(KVCompressError, match=r"give compress\(\.\.\.\) prefill_chunk="):
-        MODEL.generate(**INPUTS, max_new_tokens=2, prefill_chunk_size=8)
+    splits = GenerationConfig(max_new_tokens=2, prefill_chunk_size=8)
+    refused = pytest.raises(KVCompressError, match=r"give compress\(\.\.\.\) prefill_chunk=")
+    with compress():
+        for given in ({"max_new_tokens": 2, "prefill_chunk_size": 8}, {"generation_config": splits}):
+            with refused:
+                MODEL.generate(**INPUTS, **given)
+        with refused:
+            MODEL.generate(INPUTS["input_ids"], splits)
+        monkeypatch.setattr(MODEL, "generation_config", splits)
+        with refused:  # transformers takes from the model's what a config leaves open
+            MODEL.generate(**INPUTS, generation_config=GenerationConfig(max_new_tokens=2))
+        MODEL.generate(**INPUTS, max_new_tokens=2, prefill_chunk_size=None)
 
 
 def test_an_empty_prompt_is_an_error():
@@ -479,6 +489,17 @@ def test_the_last_token_that_is_fed_again_comes_with_all_outputs_that_were_asked
     assert torch.equal(model.lm_head(output.hidden_states[-1]), output.logits)
     kept = [session.cache.layers[layer].stored for layer in range(model.config.num_hidden_layers)]
     assert [weights.shape[-1] for weights in output.attentions] == kept
+
+
+def test_labels_have_no_loss_where_the_last_token_alone_is_fed_again():
+    with compress() as session:
+        assert MODEL(**INPUTS, labels=INPUTS["input_ids"]).loss > 0
+    with (
+        compress(first_token="compressed") as session,
+        pytest.raises(KVCompressError, match="labels= need first_token"),
+    ):
+        MODEL(**INPUTS, labels=INPUTS["input_ids"])
+    assert session.cache is None
 
 
 def test_a_text_after_an_image_has_its_own_positions():
