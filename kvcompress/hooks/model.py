@@ -25,13 +25,20 @@ def check_heads(model: PreTrainedModel, policy: Policy) -> None:
 def check_whole_prompt(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
     """Raise KVCompressError if these options of `generate` split a prompt, whose pieces would be compressed as prompts
     of their own."""
-    configs = options.get("generation_config"), model.generation_config  # what the first leaves open, the second sets
-    sizes = [getattr(config, "prefill_chunk_size", None) for config in configs]
-    if options.get("prefill_chunk_size", sizes[0] or sizes[1]) is not None:
+    if generation_option(model, options, "prefill_chunk_size") is not None:
         raise KVCompressError(
             "prefill_chunk_size= would compress each piece of a prompt as a prompt of its own: give compress(...) "
             "prefill_chunk= instead"
         )
+
+
+def generation_option(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> Any:
+    """Return what `generate` takes for an option, given all that it was given: the option itself, or else its
+    `generation_config`'s, or what that leaves open, the model's."""
+    if name in options:
+        return options[name]
+    configs = options.get("generation_config"), model.generation_config
+    return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
 
 
 def unwrapped(model: torch.nn.Module) -> PreTrainedModel:

@@ -151,7 +151,7 @@ def test_every_command_that_this_project_registers_is_there():
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     commands = project["entry-points"][__main__.GROUP]
     assert set(commands) == {
-        *("calibrate", "eval", "heatmap", "leaderboard", "list", "long-pack"),
+        *("bench", "calibrate", "eval", "heatmap", "leaderboard", "list", "long-pack"),
         *("metrics", "report", "reproduce", "serve", "show", "sweep", "table"),
     }
     for name, value in commands.items():
