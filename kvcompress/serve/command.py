@@ -56,7 +56,7 @@ def serve(flags: argparse.Namespace) -> None:
     from ..inflight.loop import check_storage
     from ..policy.make import make_policy
 
-    options = key_values(flags.options)
+    options = key_values(flags.options, ("method", "ratio"))
     check_storage(make_policy(flags.method, flags.ratio, **options).engine.cache_implementation)
     with listening(flags.host, flags.port) as place:
         server = load(flags, options)

@@ -411,6 +411,7 @@ def test_when_the_time_is_over_no_further_cell_is_begun(tmp_path, monkeypatch, c
         (["--shape", "tiny", "--methods", "snapvk"], "there is no method 'snapvk' (did you mean 'snapkv'?); valid: "),
         (["--shape", "tiny", "--methods", "snapkv:windows=4"], "method 'snapkv' has no option 'windows'"),
         (["--shape", "tiny", "--methods", "snapkv:4"], "in 'snapkv:4', '4' is not NAME=VALUE"),
+        (["--shape", "tiny", "--methods", "snapkv:ratio=0.3"], "'ratio=0.3' is not an option of a method"),
         (["--shape", "tiny", "--methods", "visionzip"], "method 'visionzip' drops vision tokens"),
         (["--shape", "tiny", "--methods", "snapkv:protect_text=a"], "protect_text= needs a tokenizer"),
         (["--shape", "tiny", "--ratios", "1.5"], "1.5"),
