@@ -7,17 +7,24 @@ from transformers import PreTrainedModel
 
 from ..cache.cache import CompressedCache
 from ..errors import KVCompressError
+from ..policy.policy import Policy
 
 OUTPUTS = ("output_attentions", "output_hidden_states", "return_dict")
 
 
-def check_no_labels(kwargs: dict[str, Any]) -> None:
-    """Raise KVCompressError if a prompt's forward pass should return a loss, which one token does not have."""
-    if kwargs.get("labels") is not None:
-        raise KVCompressError(
-            "labels= need first_token='full': with first_token='compressed' the model's output is that of a prompt's "
-            "last token alone, which has no loss"
-        )
+def check_labels(policy: Policy, labels: object, columns: int) -> None:
+    """Raise KVCompressError for the labels of a prompt of so many columns if the model's output is not that of all."""
+    size = policy.engine.prefill_chunk
+    parts = {
+        "first_token='compressed'": policy.feeds_last_again,
+        "scope='context-first'": policy.engine.scope == "context-first",
+        f"prefill_chunk={size}": size is not None and columns > size,
+    }
+    for option, applies in parts.items():
+        if applies and labels is not None:
+            raise KVCompressError(
+                f"labels= do not go with {option}: the output is that of a prompt's last tokens alone"
+            )
 
 
 def note_last_position(decoder: PreTrainedModel, cache: CompressedCache) -> RemovableHandle:

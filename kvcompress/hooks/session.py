@@ -30,7 +30,7 @@ from .attention import PREFIX, connected, register_attention
 from .chunked_prefill import feed_in_chunks
 from .context_first import read_context_first
 from .hidden_states import watch_hidden_states
-from .last_token import check_no_labels, last_token, note_last_position
+from .last_token import check_labels, last_token, note_last_position
 from .model import check_cache, check_heads, check_whole_prompt, text_decoder, unwrapped
 from .model_identity import ModelReference
 from .positions import go_on_from, rope_deltas
@@ -79,6 +79,8 @@ def compress(
     """
     policy = make_policy(method, ratio, budget, **options)
     check_room(policy, max_new_tokens)
+    if not isinstance(prefix_cache, PrefixCache | None):
+        raise KVCompressError(f"prefix_cache={prefix_cache!r} is not a PrefixCache, such as PrefixCache(gb=4)")
     if policy.passages:
         Decoder(tokenizer)([])  # raises at once without a tokenizer
     inner = unwrapped(model)
@@ -203,6 +205,7 @@ class Session:
         if kwargs.get("position_ids") is None:
             self._count_on(cache)
         check_answers(self.model, cache.policy, kwargs.get("return_dict"))
+        check_labels(cache.policy, kwargs.get("labels"), columns)
         mask, grid = kwargs.get("attention_mask"), kwargs.get("video_grid_thw")
         if grid is None and columns > 1:
             grid = self._frames.grid(ids)
@@ -219,7 +222,6 @@ class Session:
         if policy.cluster.reads_hidden and (is_prompt or policy.hooks_steps):
             self._of_pass += watch_hidden_states(self._decoder, cache)
         if policy.feeds_last_again and is_prompt:
-            check_no_labels(kwargs)
             self._of_pass.append(note_last_position(self._decoder, cache))
         if policy.cluster.second_pass and is_prompt:
             self._of_pass.append(SecondPass.watch(self._decoder, cache))

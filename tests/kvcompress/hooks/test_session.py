@@ -294,6 +294,11 @@ def test_max_new_tokens_is_a_number_of_tokens(value):
         assert "\n" not in str(error.value)
 
 
+def test_a_prefix_cache_is_not_its_size():
+    with pytest.raises(KVCompressError, match=r"prefix_cache=4 is not a PrefixCache"):
+        compress(prefix_cache=4)
+
+
 @pytest.mark.parametrize("kind", ["static", "offloaded_static"])
 def test_a_static_cache_that_is_full_says_so(kind):
     with torch.no_grad(), compress(cache_implementation=kind, max_new_tokens=3) as session:
@@ -491,15 +496,20 @@ def test_the_last_token_that_is_fed_again_comes_with_all_outputs_that_were_asked
     assert [weights.shape[-1] for weights in output.attentions] == kept
 
 
-def test_labels_have_no_loss_where_the_last_token_alone_is_fed_again():
-    with compress() as session:
-        assert MODEL(**INPUTS, labels=INPUTS["input_ids"]).loss > 0
-    with (
-        compress(first_token="compressed") as session,
-        pytest.raises(KVCompressError, match="labels= need first_token"),
-    ):
-        MODEL(**INPUTS, labels=INPUTS["input_ids"])
-    assert session.cache is None
+@pytest.mark.parametrize(
+    "options",
+    [{"first_token": "compressed"}, {"scope": "context-first", "context_tokens": -31}, {"prefill_chunk": 39}],
+    ids=lambda options: next(iter(options)),
+)
+def test_labels_are_refused_where_the_output_is_that_of_the_last_tokens_alone(options):
+    for whole in ({}, {"prefill_chunk": 40}):
+        with compress(**whole):
+            assert MODEL(**INPUTS, labels=INPUTS["input_ids"]).loss > 0
+    with compress(**options) as session:
+        with pytest.raises(KVCompressError, match=f"labels= do not go with {next(iter(options))}="):
+            MODEL(**INPUTS, labels=INPUTS["input_ids"])
+        assert session.cache is None
+        MODEL(**INPUTS)
 
 
 def test_a_text_after_an_image_has_its_own_positions():
