@@ -63,11 +63,13 @@ class Parser(argparse.ArgumentParser):
         raise KVCompressError(message if is_of_a_value else f"{message}; {self.prog} --help says more")
 
 
-def key_values(given: Iterable[str]) -> dict[str, str]:
-    """Parse `["sinks=4"]` into {"sinks": "4"}. Raises KVCompressError."""
+def key_values(given: Iterable[str], words: Iterable[str] = ()) -> dict[str, str]:
+    """Parse `["sinks=4"]` into {"sinks": "4"}. Raises KVCompressError, also for what other `words` set."""
     for each in given:
         if "=" not in each:
             raise KVCompressError(f"{shown(each)} is not OPTION=VALUE")
+        if (name := each.split("=")[0]) in words:
+            raise KVCompressError(f"{shown(each)} is not an option: {name.upper()} sets it")
     return dict(each.split("=", 1) for each in given)
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from .device import peak_memory, reset_peak_memory, synchronise
 from .errors import KVCompressError
-from .hooks.model import unwrapped
+from .hooks.model import generation_option, unwrapped
 from .hooks.session import Session
 from .scoring.vision import vision_token_mask
 
@@ -94,8 +94,7 @@ def generate(
     mask = inputs.get("attention_mask")
     clock = TokenClock(session)
     criteria = StoppingCriteriaList([*(generate_kwargs.pop("stopping_criteria", None) or []), clock])
-    config = generate_kwargs.get("generation_config") or model.generation_config
-    end = generate_kwargs.get("eos_token_id", config.eos_token_id)
+    end = generation_option(model, generate_kwargs, "eos_token_id")
     reset_peak_memory(device)
     synchronise(device)
     start = time.perf_counter()

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     from .model.loading import device_of, load
     from .model.prompts import ChatProcessor
 
-    own, options = split_arguments(key_values(flags.options), [flags.method], ())
+    own, options = split_arguments(key_values(flags.options, ("method",)), [flags.method], ())
     name, _ = calibrated_method(flags.method, **options)
     for argument in ("device", "dtype"):
         given = getattr(flags, argument)

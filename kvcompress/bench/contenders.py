@@ -79,6 +79,8 @@ class MethodSpec:
             key, is_pair, value = option.partition("=")
             if not is_pair:
                 raise KVCompressError(f"in {text!r}, {option!r} is not NAME=VALUE")
+            if key in ("method", "ratio"):
+                raise KVCompressError(f"in {text!r}, {option!r} is not an option of a method")
             options[key] = None if value == "None" else value
         policy = make_policy(name, ratio, **options)
         if policy.tokens is not None:

@@ -1,12 +1,21 @@
 """Flags that several benchmarks share. Imports nothing heavy."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from ..flag_types import device_name, label, new_file, positive, threads, whole
 from .shapes import SHAPES
 
 SPEC = "NAME[:OPTION=VALUE...]"  # a method
+SUFFIXES = (".json", ".md", ".png")  # of output files
+
+
+def results_file(text: str) -> Path:
+    """Parse the path of output files, with one of `SUFFIXES` or none; without one it is the JSON's."""
+    found = new_file(text)
+    return found if found.suffix in SUFFIXES else found.with_name(f"{found.name}.json")
+
 
 FLAGS: dict[str, dict[str, Any]] = {
     "model": {"nargs": "?", "type": label, "help": "hub id or local path"},
@@ -25,7 +34,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "help": "start no further measurement after this time",
     },
     "--questions": {"type": whole(1), "default": 100, "help": "per task (100)"},
-    "--out": {"type": new_file, "help": "output files, without a suffix"},
+    "--out": {"type": results_file, "help": "output files, without a suffix"},
     "--resume": {"action": "store_true", "help": "keep the results that are already in the .json"},
 }
 

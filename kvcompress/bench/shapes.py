@@ -34,15 +34,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "tiny": _qwen2(64, 128, 2, 4, 2, 512, True),
 }
+BUNDLED: dict[str, str] = {}  # name of a model that another package brings along -> its folder
 
 
 def source(model: str | None, shape: str | None) -> dict[str, Any]:
-    """Return the source for `standalone.load`, from either a hub id or path, or a shape. Raises KVCompressError."""
+    """Return the source for `standalone.load`, from either a model or a shape.
+
+    A model is a hub id, a path or a name in `BUNDLED`. Raises KVCompressError."""
     if (model is None) == (shape is None):
         given = "" if model is None else f", not {model!r} and {shape!r}"
         raise KVCompressError(f"give either a model or --shape{given}")
     if shape is None:
-        return {"pretrained": model}
+        return {"pretrained": BUNDLED.get(model, model)}
     if shape not in SHAPES:
         raise unknown_name("there is no shape", shape, SHAPES)
     return {"config": SHAPES[shape]}

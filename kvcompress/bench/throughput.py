@@ -18,7 +18,10 @@ from ..cache_name import CACHE
 from ..errors import KVCompressError, loading
 from ..files import check_output
 from ..hooks.session import compress
+from ..inflight.loop import check_storage
 from ..inflight.request import Request
+from ..policy.conflicts import PAGES, check_conflicts
+from ..policy.make import make_policy
 from .contenders import MethodSpec
 from .grid import release
 from .results import Results, about, page, settle
@@ -149,7 +152,7 @@ class InSlots:
     def __init__(self, model: PreTrainedModel, method: MethodSpec, decode_budget: int, is_static: bool):
         self.model, self.method, self.name = model, method, str(replace(method, ratio=None))
         self.is_static = is_static
-        self.options = method.options if method.name == "full" else sizes(method, decode_budget)
+        self.options = sizes(method, decode_budget)
 
     def serve(self, requests: list[Asked], kv_bytes: int, clock: str, seconds: float) -> Served:
         prompts = (
@@ -172,7 +175,10 @@ class InSlots:
 
 
 def sizes(method: MethodSpec, decode_budget: int) -> dict[str, Any]:
-    """Return the method's options with its own `decode_budget`, or this one, for both prompt and decoding."""
+    """Return the method's options with its own `decode_budget`, or this one, for both prompt and decoding; `full` has
+    none."""
+    if method.name == "full":
+        return method.options
     options = {"decode_budget": decode_budget, **method.options}
     return {"budget": options["decode_budget"], **options}
 
@@ -204,6 +210,11 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
         raise KVCompressError(f"--answers {least} {most}: the least is more than the most")
     methods = [MethodSpec.parse(name, 1.0) for name in given.methods]
     in_pages = [MethodSpec.parse(name, 1.0) for name in given.paged]
+    for method in methods:
+        policy = make_policy(method.name, **sizes(method, given.decode_budget))
+        check_storage(policy.engine.cache_implementation)
+    for method in in_pages:
+        check_conflicts(make_policy(method.name, **sizes(method, given.decode_budget)), PAGES)
     check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md")))
     where = settle(given)
     if given.kv_gb is None and where.type != "cuda":

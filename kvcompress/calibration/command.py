@@ -65,7 +65,7 @@ def calibrate(flags: argparse.Namespace) -> None:
     from .files import Calibration, ModelIdentity, check_tensors
     from .text import pieces
 
-    options = key_values(flags.options)
+    options = key_values(flags.options, ("method",))
     name, cluster = collect.calibrated_method(flags.method, **options)
     check_output(flags.out.absolute().parent, flags.out.name)
     start = time.perf_counter()

@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> None:
     """Run the command: print the settings and the differences, and write them if asked. Raises KVCompressError."""
     flags = parser().parse_intermixed_args(arguments)
-    options = key_values(flags.options)
+    options = key_values(flags.options, ("method", "ratio"))
     wanted = ".json" if flags.engine == "openvino" else ".pt"
     if flags.out is not None and flags.out.suffix != wanted:
         raise KVCompressError(f"--out {str(flags.out)!r} does not end with {wanted}")

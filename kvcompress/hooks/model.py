@@ -13,25 +13,32 @@ from ..policy.policy import Policy
 from ..scoring.vision import vision_token_ids
 
 
-def check_heads(model: PreTrainedModel, config: Any, policy: Policy) -> None:
-    """Raise KVCompressError if the processes of a tensor-parallel model cannot each compress their own KV heads.
-
-    `config` is as returned by `attention_config`."""
+def check_heads(model: PreTrainedModel, policy: Policy) -> None:
+    """Raise KVCompressError if the processes of a tensor-parallel model cannot each compress their own KV heads."""
     if (processes := model.tp_size or 1) > 1:
-        if config.num_key_value_heads % processes:
-            raise KVCompressError(f"{config.num_key_value_heads} KV heads are not divisible by {processes} processes")
+        heads = text_decoder(model).config.num_key_value_heads
+        if heads % processes:
+            raise KVCompressError(f"{heads} KV heads are not divisible by {processes} processes")
         check_conflicts(policy, TENSOR_PARALLEL)
 
 
 def check_whole_prompt(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
     """Raise KVCompressError if these options of `generate` split a prompt, whose pieces would be compressed as prompts
     of their own."""
-    config = options.get("generation_config") or model.generation_config
-    if options.get("prefill_chunk_size", getattr(config, "prefill_chunk_size", None)) is not None:
+    if generation_option(model, options, "prefill_chunk_size") is not None:
         raise KVCompressError(
             "prefill_chunk_size= would compress each piece of a prompt as a prompt of its own: give compress(...) "
             "prefill_chunk= instead"
         )
+
+
+def generation_option(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> Any:
+    """Return what `generate` takes for an option, given all that it was given: the option itself, or else its
+    `generation_config`'s, or what that leaves open, the model's."""
+    if name in options:
+        return options[name]
+    configs = options.get("generation_config"), model.generation_config
+    return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
 
 
 def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
@@ -106,13 +113,8 @@ def adapters_at_work(decoder: PreTrainedModel) -> list[tuple[str, ...]]:
     ]
 
 
-def attention_config(model: PreTrainedModel) -> Any:
-    """Return the config whose `_attn_implementation` the decoder's layers read. Raises like `text_decoder`."""
-    return text_decoder(model).config
-
-
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the innermost decoder, which holds the attention layers.
+    """Return the innermost decoder, which holds the attention layers; these read its config's `_attn_implementation`.
 
     Raises KVCompressError if the decoder's attention does not go through the attention interface.
     """

@@ -1,21 +1,7 @@
 """The position of the token that follows a prompt, for any family (M-RoPE included)."""
 
 import torch
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-
-from ..cache.cache import CompressedCache
-
-
-def note_last_position(decoder: PreTrainedModel, cache: CompressedCache) -> RemovableHandle:
-    """Let a prompt's pass through `decoder` set `cache.last_position`, until the returned handle is removed."""
-
-    def before_forward(decoder: PreTrainedModel, args: tuple, kwargs: dict) -> None:
-        positions = kwargs.get("position_ids")
-        if positions is not None and cache.last_position is None:  # further passes read parts of the prompt
-            cache.last_position = positions[..., -1:]
-
-    return decoder.register_forward_pre_hook(before_forward, with_kwargs=True)
 
 
 def rope_deltas(model: PreTrainedModel) -> torch.Tensor | None:

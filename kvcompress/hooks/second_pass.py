@@ -4,6 +4,7 @@ import time
 from typing import NamedTuple
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..cache.cache import CompressedCache
@@ -40,6 +41,15 @@ class SecondPass:
     def __init__(self, inputs: DecoderInputs, results: Results | None = None):
         """`inputs` are those of the first pass; `results`, shared by generations of the same prompt, is added to."""
         self.inputs, self.results, self.saved_s = inputs, results, 0.0
+
+    @classmethod
+    def watch(cls, decoder: PreTrainedModel, cache: CompressedCache) -> RemovableHandle:
+        """Let a prompt's pass through `decoder` set `cache.second_pass`, until the returned handle is removed."""
+
+        def take(inputs: DecoderInputs) -> None:
+            cache.second_pass = cls(inputs)
+
+        return DecoderInputs.watch(decoder, take)
 
     def run(
         self, model: PreTrainedModel, decoder: PreTrainedModel, logits: torch.Tensor | None, cache: CompressedCache

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -29,16 +29,16 @@ from .attention import PREFIX, connected, register_attention
 from .chunked_prefill import feed_in_chunks
 from .context_first import read_context_first
 from .hidden_states import watch_hidden_states
-from .model import attention_config, check_cache, check_heads, check_whole_prompt, text_decoder, unwrapped
+from .last_token import check_labels, last_token, note_last_position
+from .model import check_cache, check_heads, check_whole_prompt, text_decoder, unwrapped
 from .model_identity import ModelReference
-from .positions import go_on_from, note_last_position, rope_deltas
+from .positions import go_on_from, rope_deltas
 from .prefix_cache import PrefixCache
 from .replacement import wrapped
 from .resumed_prompt import ResumedPrompt
 from .reused import check_reused
 from .rotary import rotary_embeddings, watch_rotary
 from .second_pass import SecondPass
-from .second_reading import DecoderInputs
 from .threads import Threads
 from .token_dropping import prune
 from .tower_attention import TowerRecorder
@@ -78,15 +78,17 @@ def compress(
     """
     policy = make_policy(method, ratio, budget, **options)
     check_room(policy, max_new_tokens)
+    if not isinstance(prefix_cache, PrefixCache | None):
+        raise KVCompressError(f"prefix_cache={prefix_cache!r} is not a PrefixCache, such as PrefixCache(gb=4)")
     if policy.passages:
         Decoder(tokenizer)([])  # raises at once without a tokenizer
     inner = unwrapped(model)
-    config = attention_config(inner)
-    check_heads(inner, config, policy)
-    check_learned_for(policy.cluster, config)
+    decoder = text_decoder(inner)
+    check_heads(inner, policy)
+    check_learned_for(policy.cluster, decoder.config)
     check_answers(inner, policy)
     if policy.watches_rotary:
-        rotary_embeddings(text_decoder(inner))
+        rotary_embeddings(decoder)
     new_cache = {"method": method, "ratio": ratio, "budget": budget, **options}
     new_cache |= {"max_new_tokens": max_new_tokens, "tokenizer": tokenizer}
     if options.get("calibration") is not None:
@@ -160,6 +162,10 @@ class Session:
         self.is_entered = False
         self._undo.close()
 
+    def __reduce__(self) -> NoReturn:
+        """Raise KVCompressError: a copy of the model would stay compressed when this context is left."""
+        raise KVCompressError("inside compress(...) or attach(...) a model cannot be copied or pickled: leave it first")
+
     def _connect(self, base: str) -> None:
         """Replace the attention implementation `base` by its compressed form."""
         self._base, self._name = base, register_attention(base)
@@ -170,7 +176,8 @@ class Session:
             self._config._attn_implementation = self._base
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        check_whole_prompt(self.model, kwargs)
+        names = inspect.signature(generate).parameters
+        check_whole_prompt(self.model, dict(zip(names, args, strict=False)) | kwargs)
         self._count_on(cache_in(kwargs))  # `generate` counts positions before the first forward pass
         return generate(*args, **kwargs)
 
@@ -199,6 +206,7 @@ class Session:
         if kwargs.get("position_ids") is None:
             self._count_on(cache)
         check_answers(self.model, cache.policy, kwargs.get("return_dict"))
+        check_labels(cache.policy, kwargs.get("labels"), columns)
         mask, grid = kwargs.get("attention_mask"), kwargs.get("video_grid_thw")
         if grid is None and columns > 1:
             grid = self._frames.grid(ids)
@@ -215,10 +223,9 @@ class Session:
         if policy.cluster.reads_hidden and (is_prompt or policy.hooks_steps):
             self._of_pass += watch_hidden_states(self._decoder, cache)
         if policy.feeds_last_again and is_prompt:
-            cache.last_position = None
             self._of_pass.append(note_last_position(self._decoder, cache))
         if policy.cluster.second_pass and is_prompt:
-            self._of_pass.append(DecoderInputs.watch(self._decoder, partial(self._prepare_second_pass, cache)))
+            self._of_pass.append(SecondPass.watch(self._decoder, cache))
         if policy.engine.prefill_chunk is not None and is_prompt:
             self._of_pass += feed_in_chunks(self._decoder, cache)
         if is_prompt and policy.engine.scope == "context-first":
@@ -263,9 +270,6 @@ class Session:
         finally:
             self._pieces = None
 
-    def _prepare_second_pass(self, cache: CompressedCache, inputs: DecoderInputs) -> None:
-        cache.second_pass = SecondPass(inputs)
-
     def _end_pass(self) -> None:
         """Remove the hooks of one pass."""
         while self._of_pass:
@@ -292,11 +296,7 @@ class Session:
         if not cache.is_prompt or not cache.policy.feeds_last_again:
             return None
         cache.forget_last()
-        last = {self._cache_name: cache, "attention_mask": kwargs.get("attention_mask"), "use_cache": True}
-        last |= {name: kwargs[name][:, -1:] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None}
-        last |= {} if cache.last_position is None else {"position_ids": cache.last_position}
-        asked = ("output_attentions", "output_hidden_states", "return_dict")
-        return self.model(**last, **{name: kwargs[name] for name in asked if name in kwargs})
+        return self.model(**last_token(cache, kwargs), **{self._cache_name: cache})
 
     @contextmanager
     def reuse(self, cache: CompressedCache | None = None) -> Iterator[CompressedCache]:
@@ -383,7 +383,7 @@ class Session:
             return cache
         if isinstance(cache, CompressedCache):
             if cache.is_empty:
-                check_heads(self.model, self._config, cache.policy)
+                check_heads(self.model, cache.policy)
                 check_cache(self.model, cache.config)
             return cache
         use_cache = kwargs.get("use_cache")

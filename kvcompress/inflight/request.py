@@ -15,6 +15,16 @@ from ..device import on_device
 from ..errors import KVCompressError
 
 ONE_SEQUENCE = ("num_beams", "num_return_sequences", "num_beam_groups")
+ONLY_TOKENS = "an Answer holds tokens, and nothing else that generate returns"
+NOT_IN_FLIGHT = {  # options of `generate` -> why requests in flight do not take them
+    "assistant_model": "a request in flight is decoded greedily or sampled",
+    "streamer": "Request.on_tokens gets a request's tokens",
+    "output_scores": ONLY_TOKENS,
+    "output_logits": ONLY_TOKENS,
+    "output_attentions": ONLY_TOKENS,
+    "output_hidden_states": ONLY_TOKENS,
+    "return_dict_in_generate": ONLY_TOKENS,
+}
 
 
 @dataclass
@@ -156,6 +166,9 @@ def prepare(
     device = model.device
     inputs = {name: value.to(device) if hasattr(value, "to") else value for name, value in request.inputs.items()}
     options = with_stop_strings({**options, **request.options})
+    for name, reason in NOT_IN_FLIGHT.items():
+        if options.get(name):
+            raise KVCompressError(f"{name}= does not go with requests in flight: {reason}")
     model.generate(**inputs, **options, **{CACHE: cache}, custom_generate=first_step)
     return found[0]
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client", "PIL")
 API_KEY = "KVCOMPRESS_API_KEY"  # environment variable, as others see a command's flags
+OF_A_PROMPT = ("protect", "fair", "scope", "context_tokens")  # options that name tokens which not every prompt has
 GRACE_S = 5  # seconds in which answers may end after the server is asked to end
 
 
@@ -56,8 +57,11 @@ def serve(flags: argparse.Namespace) -> None:
     from ..inflight.loop import check_storage
     from ..policy.make import make_policy
 
-    options = key_values(flags.options)
-    check_storage(make_policy(flags.method, flags.ratio, **options).engine.cache_implementation)
+    options = key_values(flags.options, ("method", "ratio"))
+    policy = make_policy(flags.method, flags.ratio, **options)
+    check_storage(policy.engine.cache_implementation)
+    if policy.passages:
+        raise KVCompressError("protect_text= is text of one prompt, and a server answers many")
     with listening(flags.host, flags.port) as place:
         server = load(flags, options)
         import uvicorn
@@ -107,9 +111,10 @@ def load(flags: argparse.Namespace, options: dict[str, str]) -> "Server":
     session = partial(compress, model, flags.method, flags.ratio, **engine, **options)
     settings = {"slots": flags.slots, "kv_gb": flags.kv_gb, "prefill_tokens": flags.prefill_tokens}
     prompts = Prompts(model, processor, flags.max_tokens)
-    # What models cannot do in flight is found with the first prompt.
+    # What models cannot do in flight is found with a first prompt, which is short and shows no image.
     hello = prompts.inputs([Message(role="user", content="Hello")])
-    with session() as entered:
+    of_all = {name: value for name, value in options.items() if name not in OF_A_PROMPT}
+    with compress(model, flags.method, flags.ratio, **engine, **of_all) as entered:
         for answer in entered.generate_many([hello], **settings, min_new_tokens=2, max_new_tokens=2):
             if answer.error is not None:
                 raise answer.error

@@ -20,7 +20,7 @@ class AnswerText:
     def add(self, tokens: list[int]) -> str:
         """Return the new text of an answer with these tokens so far."""
         new = self._decoded(tokens)
-        if new.endswith("\ufffd"):  # a character whose other bytes are still to come
+        if not new or new.endswith("\ufffd"):  # nothing, or a character whose other bytes are still to come
             return ""
         self._from, self._read = self._read, len(tokens)
         return self._given(new)

@@ -42,7 +42,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> int:
     check(given)
     report = find_command("report") if given.html else None
     if given.html and given.save_audio is None and "speech" not in given.without:
-        given.save_audio = given.out.with_name(f"{given.out.name}-audio")
+        given.save_audio = given.out.with_name(f"{given.out.stem}-audio")
     suffixes = (".json", ".md", ".html") if given.html else (".json", ".md")
     check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in suffixes))
     if given.save_audio:

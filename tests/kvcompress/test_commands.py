@@ -144,6 +144,22 @@ def test_an_unknown_command_is_one_line_with_the_valid_ones(registered, capsys):
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("serve some/model snapkv 0.2 ratio=0.3", "'ratio=0.3' is not an option: RATIO sets it"),
+        (
+            "export snapkv 0.2 --engine openvino --tokens 999 method=h2o",
+            "'method=h2o' is not an option: METHOD sets it",
+        ),
+        ("calibrate some/model --method q-filters --text x --out x method=h2o", "'method=h2o' is not an option"),
+    ],
+)
+def test_what_a_word_of_the_command_sets_is_no_option(words, message, capsys):
+    assert __main__.main(words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib")
 def test_every_command_that_this_project_registers_is_there():
     import tomllib
@@ -151,7 +167,7 @@ def test_every_command_that_this_project_registers_is_there():
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     commands = project["entry-points"][__main__.GROUP]
     assert set(commands) == {
-        *("calibrate", "eval", "heatmap", "leaderboard", "list", "long-pack"),
+        *("bench", "calibrate", "eval", "heatmap", "leaderboard", "list", "long-pack"),
         *("metrics", "report", "reproduce", "serve", "show", "sweep", "table"),
     }
     for name, value in commands.items():

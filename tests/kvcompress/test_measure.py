@@ -80,13 +80,16 @@ def test_only_a_session_of_this_model_that_is_entered_is_measured():
         measure.generate(MODEL, other, inputs, max_new_tokens=2)
 
 
-@pytest.mark.parametrize("where", ["argument", "generation_config"])
-def test_an_answer_ends_with_the_end_token_that_the_call_names(where):
+@pytest.mark.parametrize("where", ["argument", "generation_config", "model"])
+def test_an_answer_ends_with_the_end_token_that_generate_takes(where, monkeypatch):
     _, tokens, _, _ = measured()
     end = int(tokens[0, 2])
     given = {"eos_token_id": end}
     if where == "generation_config":
         given = {where: GenerationConfig(**given, pad_token_id=0)}
+    if where == "model":  # transformers takes from the model's what a call's leaves open
+        monkeypatch.setattr(MODEL, "generation_config", GenerationConfig(**given, pad_token_id=0))
+        given = {"generation_config": GenerationConfig()}
     result = measured(**given)[2]
     expected = [row.index(end) + 1 if end in row else 6 for row in tokens.tolist()]
     assert result.tokens_out == expected

@@ -33,12 +33,13 @@ def wrong_for_flag(action: argparse.Action) -> list[str]:
     if action.choices is not None:
         return NOTHING
     kind = getattr(action.type, "__name__", "")
-    if kind in ("label", "prose", "path", "new_file", "_gen_kwargs", "seeds"):
+    if kind in ("label", "prose", "path", "new_file", "results_file", "_gen_kwargs", "seeds"):
         return {
             "label": UNPRINTABLE,
             "prose": ["", " ", "a\x00b"],
             "path": ["", " ", "a\x00b", LONG],
             "new_file": ["", ".", "..", "a\x00b", LONG],
+            "results_file": ["", ".", "..", "a\x00b", LONG],
             "_gen_kwargs": ["x", "=1", "a=1,a=2"],
             "seeds": [*NOTHING, "-1", "1.5", "1,2", "1,2,3,x", str(2**32)],
         }[kind]

@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import kvcompress
 from kvcompress.__main__ import main
-from kvcompress.bench import comparison, contenders, grid, report, standalone, timing
+from kvcompress.bench import command, comparison, contenders, grid, report, standalone, throughput, timing
 from kvcompress.bench.contenders import KVPress, KVPressProcess, MethodSpec, Ours, Transformers, Turn, Workload
 from kvcompress.bench.shapes import SHAPES, source
 from kvcompress.bench.timing import summary
@@ -410,6 +411,7 @@ def test_when_the_time_is_over_no_further_cell_is_begun(tmp_path, monkeypatch, c
         (["--shape", "tiny", "--methods", "snapvk"], "there is no method 'snapvk' (did you mean 'snapkv'?); valid: "),
         (["--shape", "tiny", "--methods", "snapkv:windows=4"], "method 'snapkv' has no option 'windows'"),
         (["--shape", "tiny", "--methods", "snapkv:4"], "in 'snapkv:4', '4' is not NAME=VALUE"),
+        (["--shape", "tiny", "--methods", "snapkv:ratio=0.3"], "'ratio=0.3' is not an option of a method"),
         (["--shape", "tiny", "--methods", "visionzip"], "method 'visionzip' drops vision tokens"),
         (["--shape", "tiny", "--methods", "snapkv:protect_text=a"], "protect_text= needs a tokenizer"),
         (["--shape", "tiny", "--ratios", "1.5"], "1.5"),
@@ -417,6 +419,11 @@ def test_when_the_time_is_over_no_further_cell_is_begun(tmp_path, monkeypatch, c
         (["--shape", "tiny", "--device", "cpu", "--largest-batch"], "--largest-batch tries until memory runs out"),
         (["throughput", "--shape", "tiny", "--answers", "9", "3"], "--answers 9 3: the least is more than the most"),
         (["throughput", "--shape", "tiny", "--methods", "snapk"], "no method 'snapk'"),
+        (["throughput", "--shape", "tiny", "--methods", "snapkv:decode_ratio=0.5"], "or decode_ratio=, not both"),
+        (["throughput", "--shape", "tiny", "--methods", "attention-matching"], "does not go with decode_budget="),
+        (["throughput", "--shape", "tiny", "--methods", "full:cache_implementation=quantized"], "requests in flight"),
+        (["throughput", "--shape", "tiny", "--paged", "adakv"], "does not go with continuous batching"),
+        (["throughput", "--shape", "tiny", "--paged", "full"], "does not go with continuous batching"),
         (["throughput", "--shape", "tiny", "--peers", "vllm"], "invalid choice"),
         (["throughput", "--shape", "tiny", "--device", "cpu", "--kv-gb", "auto"], "a CPU give a number"),
         (["throughput", "--shape", "tiny", "--kv-gb", "0"], "--kv-gb"),
@@ -429,11 +436,26 @@ def test_when_the_time_is_over_no_further_cell_is_begun(tmp_path, monkeypatch, c
 )
 def test_a_wrong_argument_is_one_line_that_names_it(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # which `launches` sets
+    monkeypatch.setattr(throughput, "load", lambda *_: pytest.fail("a model was loaded"))
     assert main(["bench", *arguments, "--out", str(tmp_path / "bench")]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("out", "file"),
+    [
+        ("bench", "bench.json"),
+        ("a/snapkv-0.2", "a/snapkv-0.2.json"),
+        ("bench.md", "bench.md"),
+        ("v1.0.json", "v1.0.json"),
+    ],
+)
+def test_output_has_the_name_that_was_given_also_with_a_point_in_it(out, file):
+    for parse in (command.parser, command.throughput_parser, command.launches_parser):
+        assert parse().parse_args(["--out", out]).out == Path(file)
 
 
 def test_other_settings_are_not_mixed_into_a_file(tmp_path, capsys):

@@ -1,5 +1,7 @@
 """Whatever happens inside a context, and however often it is left, the model is then as it was."""
 
+import copy
+import pickle
 from contextlib import ExitStack
 
 import pytest
@@ -128,6 +130,18 @@ def test_leaving_a_context_twice_leaves_the_next_one_connected():
         first.__exit__(None, None, None)
         generate(model, inputs, 2)
         assert second.cache.realised_ratios()[0] == [0.5]
+
+
+def test_a_model_is_not_copied_inside_a_context_which_its_copy_would_never_leave():
+    model, inputs = VLM.build(), VLM.inputs(VLM.build(), [40], [1])
+    with session_of(model, "attention") as session:
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(kvcompress.KVCompressError, match="cannot be copied or pickled"):
+                copied(model)
+        generate(model, inputs, 2)
+        assert session.cache.realised_ratios()[0] == [0.5]
+        copy.deepcopy(session.cache)
+    copy.deepcopy(model)
 
 
 def test_entering_that_fails_half_way_leaves_the_model_as_it_was(monkeypatch):

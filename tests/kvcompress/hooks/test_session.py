@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import kvcompress
 from kvcompress import CompressedCache, KVCompressError
@@ -210,10 +210,20 @@ def test_a_later_prompts_mask_may_not_hide_what_is_in_the_cache():
     assert torch.equal(logits[0], logits[2])
 
 
-def test_a_prompt_that_generate_would_split_is_an_error():
+def test_a_prompt_that_generate_would_split_is_an_error(monkeypatch):
     """Each piece would be compressed as a prompt of its own."""
-    with compress(), pytest.raises(KVCompressError, match=r"give compress\(\.\.\.\) prefill_chunk="):
-        MODEL.generate(**INPUTS, max_new_tokens=2, prefill_chunk_size=8)
+    splits = GenerationConfig(max_new_tokens=2, prefill_chunk_size=8)
+    refused = pytest.raises(KVCompressError, match=r"give compress\(\.\.\.\) prefill_chunk=")
+    with compress():
+        for given in ({"max_new_tokens": 2, "prefill_chunk_size": 8}, {"generation_config": splits}):
+            with refused:
+                MODEL.generate(**INPUTS, **given)
+        with refused:
+            MODEL.generate(INPUTS["input_ids"], splits)
+        monkeypatch.setattr(MODEL, "generation_config", splits)
+        with refused:  # transformers takes from the model's what a config leaves open
+            MODEL.generate(**INPUTS, generation_config=GenerationConfig(max_new_tokens=2))
+        MODEL.generate(**INPUTS, max_new_tokens=2, prefill_chunk_size=None)
 
 
 def test_an_empty_prompt_is_an_error():
@@ -282,6 +292,11 @@ def test_max_new_tokens_is_a_number_of_tokens(value):
         with pytest.raises(KVCompressError, match=r"max_new_tokens=.* is not an integer of at least 0") as error:
             make()
         assert "\n" not in str(error.value)
+
+
+def test_a_prefix_cache_is_not_its_size():
+    with pytest.raises(KVCompressError, match=r"prefix_cache=4 is not a PrefixCache"):
+        compress(prefix_cache=4)
 
 
 @pytest.mark.parametrize("kind", ["static", "offloaded_static"])
@@ -479,6 +494,22 @@ def test_the_last_token_that_is_fed_again_comes_with_all_outputs_that_were_asked
     assert torch.equal(model.lm_head(output.hidden_states[-1]), output.logits)
     kept = [session.cache.layers[layer].stored for layer in range(model.config.num_hidden_layers)]
     assert [weights.shape[-1] for weights in output.attentions] == kept
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"first_token": "compressed"}, {"scope": "context-first", "context_tokens": -31}, {"prefill_chunk": 39}],
+    ids=lambda options: next(iter(options)),
+)
+def test_labels_are_refused_where_the_output_is_that_of_the_last_tokens_alone(options):
+    for whole in ({}, {"prefill_chunk": 40}):
+        with compress(**whole):
+            assert MODEL(**INPUTS, labels=INPUTS["input_ids"]).loss > 0
+    with compress(**options) as session:
+        with pytest.raises(KVCompressError, match=f"labels= do not go with {next(iter(options))}="):
+            MODEL(**INPUTS, labels=INPUTS["input_ids"])
+        assert session.cache is None
+        MODEL(**INPUTS)
 
 
 def test_a_text_after_an_image_has_its_own_positions():

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation import BaseStreamer
 
 import kvcompress
 from kvcompress import KVCompressError, Request
@@ -24,6 +25,10 @@ from tests.support.strategies import METHODS, SOME_METHODS, TIED, cases
 
 NEW = (4, 6, 1, 5, 2)
 EVICTING = {"decode_budget": 12, "decode_interval": 3}
+NOT_RETURNED = (
+    *("output_scores", "output_logits", "output_attentions", "output_hidden_states"),
+    "return_dict_in_generate",
+)
 
 
 def requests_of(family: str, lengths=(40, 23, 61, 35, 50), layers=None) -> tuple[torch.nn.Module, list[dict]]:
@@ -244,6 +249,10 @@ def test_a_bad_request_ends_with_its_own_error_and_disturbs_no_other():
         Request({"input_ids": ids}, {"logits_processor": LogitsProcessorList([Fails(3)])}),
         {"input_ids": ids + 10**6},
         "input_ids",
+        Request({"input_ids": ids}, {"dola_layers": "high"}),
+        Request({"input_ids": ids}, {"assistant_model": model}),
+        Request({"input_ids": ids}, {"streamer": BaseStreamer()}),
+        *(Request({"input_ids": ids}, {name: True}) for name in NOT_RETURNED),
     ]
     mixed = [each for pair in itertools.zip_longest(bad, requests) for each in pair if each is not None]
     found = answers_of(model, mixed, max_new_tokens=8, do_sample=False)
@@ -258,6 +267,9 @@ def test_a_bad_request_ends_with_its_own_error_and_disturbs_no_other():
         assert words in said[index]
     assert said[6] == said[7] == "this request is bad"
     assert "not a str" in said[9]
+    assert "not by dola" in said[10]
+    for index, name in enumerate(("assistant_model", "streamer", *NOT_RETURNED), 11):
+        assert f"{name}= does not go with requests in flight" in said[index]
     assert all(answer.error is None or not len(answer.tokens) for answer in found)
 
 

@@ -35,6 +35,7 @@ def test_what_is_wrong_is_one_line_before_anything_is_loaded(capsys, monkeypatch
     for words, said in [
         (["org/model", "snapvk", "0.2"], "there is no method 'snapvk' (did you mean 'snapkv'?)"),
         ([*RIGHT, "windowsize=4"], "method 'snapkv' has no option 'windowsize' (did you mean 'window_size'?)"),
+        ([*RIGHT, "protect_text=Hello"], "protect_text= is text of one prompt"),
         (["org/model", "full", "0.2"], "method 'full' compresses nothing"),
         ([*RIGHT, "cache_implementation=quantized"], "do not go with cache_implementation='quantized'"),
         ([*RIGHT, "--port", "70000"], "argument --port"),

@@ -175,6 +175,14 @@ def test_other_methods_and_flags_answer_as_alone(method, flags):
         assert (found["choices"][0]["token_ids"], found["usage"]["kept_entries"]) == (tokens, kept)
 
 
+def test_an_option_that_not_every_prompt_can_have_is_a_matter_of_each_prompt():
+    with served(loaded(method=("snapkv", "0.2", "window_size=8", "scope=context"))) as client:
+        shown, unseen = (client.post(CHAT, json=body(question(index)[0])) for index in (0, 1))
+    assert shown.status_code == 200
+    assert unseen.status_code == 400
+    assert "no image or video token that ends the context" in unseen.json()["error"]["message"]
+
+
 def test_openais_client_streams_the_same_text(server, client):
     asked, shown = question(0)
     tokens, length, _ = generated(server, shown)

@@ -64,6 +64,6 @@ def test_a_stop_string_costs_no_more_than_the_text_it_is_looked_for_in():
 
 
 def test_a_request_that_began_again_repeats_nothing():
-    text, tokens = AnswerText(Bytes()), list(b"abcd")
-    assert [text.add(tokens[:end]) for end in (2, 1, 2, 3)] == ["ab", "", "", "c"]
-    assert text.end(tokens) == "d"
+    text, tokens = AnswerText(Bytes()), list(b"abcdefg")
+    assert [text.add(tokens[:end]) for end in (2, 5, 1, 2, 3, 4, 5, 6)] == ["ab", "cde", "", "", "", "", "", "f"]
+    assert text.end(tokens) == "g"
