@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcompress.calibration import command as core
 from kvcompress.command_line import key_values, returns_exit_code
+from kvcompress.files import check_output
 from kvcompress.flag_types import label
 
 from .cells.errors import UsageError
@@ -42,7 +43,6 @@ def main(argv: list[str]) -> None:
         core.calibrate(flags)
         return
     from kvcompress.calibration.collect import calibrate, calibrated_method
-    from kvcompress.files import check_output
 
     from .cells.data import DEFAULT_DATA_ROOT, find_tasks, load_tasks, working_directory
     from .cells.names import check_tasks, is_lm_eval

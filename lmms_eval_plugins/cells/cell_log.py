@@ -13,7 +13,6 @@ from kvcompress.errors import nearest, one_line
 from .errors import EvaluationFailed, UsageError
 from .machine import HUB, hub_is_reachable, is_offline, rank, say
 from .plan import Job, Plan
-from .request import literal
 from .results import RESULTS_FILE, SAMPLES_FILE, dumps, read_results, read_samples
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ DEFAULT_PROJECT = "kvcompress"
 MAX_ARTIFACT_NAME = 128  # wandb's
 # Arguments that we set ourselves, or that are not text.
 OWN = ("config", "settings", "config_exclude_keys", "config_include_keys")
+SWITCHES = {"true": True, "false": False}  # values that are not text
 DEFAULT_REPOSITORY = "lmms-eval-results"
 
 
@@ -104,7 +104,7 @@ def log_cell(job: Job, arguments: dict[str, str], with_samples: bool) -> None:
         "job_type": "evaluation",
         "dir": str(job.plan.request.flags.output_path),
         "mode": _mode(),
-        **{name: literal(value) for name, value in arguments.items()},
+        **{name: SWITCHES.get(value.lower(), value) for name, value in arguments.items()},
         "name": "-".join([*filter(None, [arguments.get("name")]), job.folder.name]),
     }
     if "tags" in arguments:
@@ -114,7 +114,7 @@ def log_cell(job: Job, arguments: dict[str, str], with_samples: bool) -> None:
             log_results(run, job.folder)
             if with_samples:
                 run.log({"samples": _samples(job)})
-    except (wandb.Error, OSError) as error:
+    except (wandb.Error, OSError, ValueError) as error:  # ValueError: an argument's value
         raise EvaluationFailed(f"wandb: {one_line(error)}") from error
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field, Strict, TypeAdapter, ValidationError
 from typing_extensions import NotRequired, TypedDict
 
-from kvcompress.flag_types import MOST, shown
+from kvcompress.errors import MOST, shown
 
 Number = Annotated[float, Strict()]
 Count = Annotated[int, Strict(), Field(ge=0, le=MOST)]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcompress.errors import nearest, one_line, shown
+from kvcompress.errors import KVCompressError, nearest, one_line, shown, unknown_name
 
 from ..tasks import BUNDLED_TASKS
 from .errors import DamagedFile, EvaluationFailed, UsageError
@@ -66,8 +66,6 @@ def load_tasks(
     from huggingface_hub.constants import HF_HOME
     from lmms_eval.api.task import ConfigurableTask
     from torch.utils._pytree import tree_leaves
-
-    from kvcompress import KVCompressError
 
     files: list[str] = []
     missing: list[str] = []
@@ -132,8 +130,6 @@ def check_generation(
     name: str, output_type: str, generation_kwargs: dict[str, Any], slots: int | str | None = None
 ) -> None:
     """Check how a task's YAML wants answers generated; a part of `check_task`."""
-    from kvcompress import KVCompressError
-
     from ..model.generation import NO_LIKELIHOOD, check_one_sequence, generation_of
 
     if output_type not in GENERATED:
@@ -169,8 +165,6 @@ def no_key(name: str, keys: Iterable[str]) -> str:
 
 def check_choice(name: str, tasks: list["Task"], metric: str | None, answer_filter: str | None) -> None:
     """Raise KVCompressError if none of the tasks has the requested metric or filter."""
-    from kvcompress.errors import unknown_name
-
     metrics = {known for task in tasks for known in task.aggregation()}
     filters = {known for task in tasks for known in filter_names(task.config.filter_list)}
     if metric is not None and metric not in metrics:

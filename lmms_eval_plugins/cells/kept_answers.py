@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .results import dumps, write_text
+from kvcompress.files import write_text
+
+from .results import dumps
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from kvcompress.errors import one_line
+from kvcompress.files import replacing, write_text
 
-from .results import DamagedFile, dumps, write_text
+from .errors import DamagedFile
+from .results import dumps
 
 SURVIVORS_FILE = "survivors.jsonl"
 IMAGES_FOLDER = "images"
@@ -80,8 +82,6 @@ def write_kept_tokens(folder: Path, images: Path, asked: int, entries: list[dict
 
 
 def _write_once(path: Path, content: bytes) -> None:
-    from kvcompress.files import replacing
-
     if path.exists():  # the name is a hash of the content
         return
     with replacing(path) as draft:

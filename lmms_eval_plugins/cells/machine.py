@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcompress.flag_types import shown
+from kvcompress.errors import shown
 
 from ..tasks import BUNDLED_TASKS
 from .errors import EvaluationFailed, UsageError
@@ -121,8 +121,9 @@ def check_model_is_local(arguments: "ModelArguments") -> None:
     from huggingface_hub import try_to_load_from_cache
 
     name = arguments.pretrained
-    cached = None if Path(name).is_dir() else try_to_load_from_cache(name, "config.json", revision=arguments.revision)
-    if not Path(name).is_dir() and not isinstance(cached, str):
+    if Path(name).is_dir():
+        return
+    if not isinstance(try_to_load_from_cache(name, "config.json", revision=arguments.revision), str):
         folder = name.split("/")[-1]
         raise EvaluationFailed(
             f"model {name!r} is not on this machine, and {HUB} is not reachable or HF_HUB_OFFLINE is set: on a machine "

@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcompress.files import check_output
+
 from ..text.run import applies_template
 from ..text.tasks import TextTask, TextTasks, text_identity
 from .data import DEFAULT_DATA_ROOT, check_choice, check_task, data_identity, find_tasks, limited, load_tasks
@@ -222,8 +224,6 @@ class Job:
 
 def check_folders(jobs: list[Job]) -> None:
     """Raise KVCompressError or UsageError if the results or measurements of jobs cannot be written."""
-    from kvcompress.files import check_output
-
     for job in jobs:
         if job.folder.exists() and not job.folder.is_dir():
             raise UsageError(f"{str(job.folder)!r} is a file but must be a folder for results: remove it")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcompress.errors import one_line
+from kvcompress.files import locked, unfinished, write_text
 
 from .errors import DamagedFile, leave_out
 
@@ -176,8 +177,6 @@ def new_cell(folder: Path) -> Iterator[Path]:
 
     On an exception, the temporary folder is removed and an older cell stays as it was.
     """
-    from kvcompress.files import locked, unfinished
-
     folder.parent.mkdir(parents=True, exist_ok=True)
     with unfinished(folder.parent) as own:
         draft, old = own / "new", own / "old"
@@ -194,13 +193,6 @@ def write_cell(folder: Path, results: dict[str, Any], samples: list[dict[str, An
     lines = "".join(dumps(sample) + "\n" for sample in samples)
     write_text(folder / SAMPLES_FILE, lines)
     write_text(folder / RESULTS_FILE, dumps({**results, "n_samples": len(samples)}, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    from kvcompress import files  # takes seconds, which a wrong command line should not wait for
-
-    files.write_text(path, text)
 
 
 def number_of(value: Any, score_key: str) -> float:

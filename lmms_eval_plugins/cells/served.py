@@ -287,6 +287,8 @@ class _Asking:
             answer = self.client.chat.completions.create(messages=messages, **self.body)
             if answer.usage is None:
                 raise EvaluationFailed("it does not say how many tokens an answer has")
+            if not answer.choices:
+                raise EvaluationFailed("it gives no answer to a question")
         except Exception as error:
             self.error = self.error or error
             raise

@@ -5,8 +5,7 @@ from typing import Any
 
 import yaml
 
-from kvcompress.errors import one_line
-from kvcompress.flag_types import shown
+from kvcompress.errors import one_line, shown
 
 from .errors import UsageError
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvcompress.command_line import Parser, called, returns_exit_code
 from kvcompress.errors import nearest, shown
+from kvcompress.files import check_output
 from kvcompress.flag_types import number, path, whole
 
 from ..cells.errors import UsageError
@@ -119,8 +120,6 @@ def pack_of(argv: list[str]) -> tuple[Pack, argparse.Namespace]:
 def main(argv: list[str]) -> None:
     """Write the tasks."""
     pack, flags = pack_of(argv)
-    from kvcompress.files import check_output  # takes seconds, which a wrong flag should not wait for
-
     check_output(flags.out)
     names = {}
     print(f"drawing prompts with {pack.pictures} pictures and pages in all", file=sys.stderr, flush=True)

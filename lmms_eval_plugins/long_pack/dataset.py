@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from kvcompress.files import replacing, write_text
 from lmms_eval_plugins.long_pack import documents, needles
 from lmms_eval_plugins.long_pack.documents import Document
 from lmms_eval_plugins.long_pack.needles import Haystack
@@ -78,8 +79,6 @@ class Pack:
 
 def write(pack: Pack, folder: Path) -> Iterator[tuple[Path, int]]:
     """Write the tasks' folders; yield each task's YAML and how many of its questions are written so far."""
-    from kvcompress.files import replacing, write_text  # takes seconds, which a wrong flag should not wait for
-
     for task in pack.tasks():
         name = f"{pack.name}_{task}"
         file, count = folder / name / f"{name}.yaml", 0

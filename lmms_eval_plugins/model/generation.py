@@ -108,6 +108,14 @@ class Generation:
         return text
 
 
+def _stop_strings(key: str, given: Any) -> list[str]:
+    """Return one stop string or a list of them as a list; one from a command line may have been read as a number."""
+    stops = given if isinstance(given, list | tuple) else [given]
+    if any(isinstance(stop, bool) for stop in stops):
+        raise KVCompressError(f"{key}={stops} is not text")
+    return [str(stop) for stop in stops if stop not in (None, "")]
+
+
 def generation_of(task_kwargs: dict[str, Any], max_new_tokens: int) -> Generation:
     """Interpret a task's generation kwargs (including those of `--gen_kwargs`).
 
@@ -116,8 +124,7 @@ def generation_of(task_kwargs: dict[str, Any], max_new_tokens: int) -> Generatio
     itself names count. Other keys go to `generate` unchanged. Raises KVCompressError for a key unknown to `generate`.
     """
     kwargs = {key: value for key, value in task_kwargs.items() if key not in IGNORED_GENERATION_KEYS}
-    stops = {key: kwargs.pop(key, None) or [] for key in STOP_STRING_KEYS}
-    stops = {key: [stop] if isinstance(stop, str) else list(stop) for key, stop in stops.items()}
+    stops = {key: _stop_strings(key, kwargs.pop(key, None)) for key in STOP_STRING_KEYS}
     if stops["until"] == DEFAULT_UNTIL:
         stops["until"] = []
     kwargs["max_new_tokens"] = kwargs.get("max_new_tokens") or max_new_tokens

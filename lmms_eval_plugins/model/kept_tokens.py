@@ -127,8 +127,8 @@ def record(shown: Shown, kept: KeptSets, place: int, questions: int) -> dict[str
     }
     if kept.importance:
         worth = np.zeros(stored.shape, dtype=np.float32)
-        for place, layer in enumerate(kept.columns):
-            worth[place] = kept.importance[layer][row][:, shown.real].numpy()
+        for number, layer in enumerate(kept.columns):
+            worth[number] = kept.importance[layer][row][:, shown.real].numpy()
         entry["needs"] = {
             "vision": packed_worth(worth[..., vision], worth.max(2)),
             "text": packed_worth(worth[..., ~vision], worth.max(2)),

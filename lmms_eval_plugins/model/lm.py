@@ -130,14 +130,8 @@ class KVCompressLM(Answerer):
         with self.progress_bar(len(requests)) as progress:
             answer = self._answer_in_batches if self.args.slots is None else self._answer_in_flight
             results, seconds = answer(requests, progress)
-        log_averages(self.rows[counted:], seconds)
-        if dealt is not None:
-            results = dealt.returned(results)
-        if self.args.measurements_path is not None:
-            rows = self.gather_rows()
-            if self.rank == 0:
-                write_rows(rows, self.args.measurements_path)
-        return results
+        self._end(counted, seconds)
+        return results if dealt is None else dealt.returned(results)
 
     def _begin(self, requests: list[Instance]) -> None:
         """Prepare for these requests: forget other tasks, find shared images and videos, set up the prefix cache."""
@@ -150,6 +144,14 @@ class KVCompressLM(Answerer):
             self.answering.prefixes = None
         elif has_other_tasks or self.answering.prefixes is None:
             self.answering.prefixes = PrefixCache(gigabytes, device="cpu")
+
+    def _end(self, counted: int, seconds: float) -> None:
+        """Report the rows from `counted` on, and the seconds that the answers took."""
+        log_averages(self.rows[counted:], seconds)
+        if self.args.measurements_path is not None:
+            rows = self.gather_rows()
+            if self.rank == 0:
+                write_rows(rows, self.args.measurements_path)
 
     def _answer_in_batches(self, requests: list[Instance], progress: tqdm) -> Answered:
         order = Collator(
@@ -169,6 +171,8 @@ class KVCompressLM(Answerer):
         return order.get_original(results), seconds
 
     def _answer_in_flight(self, requests: list[Instance], progress: tqdm) -> Answered:
+        if not requests:  # other ranks have them all
+            return [], 0.0
         for request in requests:
             check_one_sequence(self.args.slots, self._wanted(request).arguments)
         key = self._sort_key(requests)
@@ -227,12 +231,12 @@ class KVCompressLM(Answerer):
                     )
                 results.append(answers)
                 progress.update()
-        log_averages(self.rows[counted:], seconds)
+        self._end(counted, seconds)
         return results
 
     def unload(self) -> None:
-        """Free the model."""
-        del self.model, self.answering
+        """Free the model and what is stored for other cells."""
+        del self.model, self.answering, self.sizes, self.batches
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -114,6 +114,8 @@ def read_video(
     if not isinstance(path, (str, Path)):
         raise KVCompressError(f"a video must be a file name, got {type(path).__name__}")
     with av.open(str(path)) as container:
+        if not container.streams.video:  # only sound
+            raise KVCompressError(f"{path} holds no video frame")
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
         # Matroska and WebM do not record their number of frames: count packets, which needs no decoding.

@@ -2,12 +2,13 @@
 
 from difflib import SequenceMatcher
 from hashlib import blake2b
-from os import replace
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.constants import HF_HOME
 from PIL import Image
+
+from kvcompress.files import replacing
 
 CLIPS = Path(HF_HOME) / "tiny_video"  # beside the videos that lmms-eval unpacks for other tasks
 
@@ -19,10 +20,8 @@ def doc_to_visual(doc: dict[str, Any]) -> list[Image.Image | str]:
     if video and video["bytes"]:
         file = CLIPS / f"{blake2b(video['bytes'], digest_size=8).hexdigest()}-{video['path']}"
         if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = file.with_suffix(".tmp")
-            temporary.write_bytes(video["bytes"])
-            replace(temporary, file)
+            with replacing(file) as draft:
+                draft.write_bytes(video["bytes"])
         visuals.append(str(file))
     return visuals
 

@@ -49,7 +49,9 @@ class LmEvalAdapter(LM):
         args, rank, ranks = self.answerer.args, self.answerer.rank, self.answerer.world_size
         most = args.max_new_tokens if "max_new_tokens" in args.model_fields_set else MAX_NEW_TOKENS
         converted = [_request(request, most) for request in requests]
-        self.answerer.task_dict = {request.task_name: {SPLIT: Documents()} for request in requests}
+        self.answerer.task_dict = documents = {}
+        for prompt, _, _, doc_id, task, split in (request.args for request in converted):
+            documents.setdefault(task, {}).setdefault(split, {})[doc_id] = prompt
         # lm-eval sees one process, as its draws of examples would depend on their number. So we split the requests.
         places = range(rank, len(converted), ranks) if ranks > 1 else range(len(converted))
         results = self.answerer.generate_until([converted[place] for place in places])
@@ -101,23 +103,18 @@ class KVCompressTextLM(LmEvalAdapter):
         super().__init__(KVCompressLM(needs_template=False, **without_none(arguments)))
 
 
-class Documents(dict):
-    """Maps every question to an empty document: its prompt is already written."""
-
-    def __missing__(self, doc_id: int) -> dict[str, Any]:
-        return {}
-
-
 def _request(request: Instance, most: int) -> Request:
-    """Convert lm-eval's request to lmms-eval's."""
+    """Convert lm-eval's request to lmms-eval's. Its document is the prompt, which is written already."""
     prompt, kwargs = request.args[:2]
+    split = SPLIT if request.idx == 0 else f"{SPLIT} {request.idx}"  # a question may have several prompts
     metadata = {"task": request.task_name, "doc_id": request.doc_id, "repeats": request.repeats}
-
-    def written(document: dict[str, Any]) -> str:
-        return prompt
-
-    arguments = (prompt, written, generation_kwargs(kwargs, most), request.doc_id, request.task_name, SPLIT)
+    arguments = (prompt, _written, generation_kwargs(kwargs, most), request.doc_id, request.task_name, split)
     return Request(request_type="generate_until", arguments=arguments, idx=request.idx, metadata=metadata)
+
+
+def _written(prompt: str) -> str:
+    """Return a document's messages, as lmms-eval's `doc_to_messages` does."""
+    return prompt
 
 
 def generation_kwargs(given: dict[str, Any], most: int) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcompress.errors import KVCompressError
+
 from ..cells.data import LIKELIHOODS, check_generation, checked_first, data_error, data_identity, working_directory
 from ..cells.errors import EvaluationFailed, UsageError
 from ..cells.names import LM_EVAL, check_tasks, lm_eval_folder, lm_eval_tasks
@@ -73,8 +75,6 @@ class TextTasks:
         """
         import numpy as np
         from lm_eval.api.task import ConfigurableTask
-
-        from kvcompress import KVCompressError
 
         for flag, default in NOT_HERE.items():
             if getattr(flags, flag) != default:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from kvcompress.files import replacing
 from lmms_eval_plugins.tasks import BUNDLED_TASKS
 from lmms_eval_plugins.tiny_vlm.questions import Example, Question
 
@@ -36,10 +36,8 @@ def read_examples(file: Path) -> list[Example]:
 
 
 def write_table(table: pa.Table, file: Path, compression: str = "snappy") -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".tmp")
-    pq.write_table(table, temporary, compression=compression)
-    os.replace(temporary, file)
+    with replacing(file) as draft:
+        pq.write_table(table, draft, compression=compression)
 
 
 def main() -> None:

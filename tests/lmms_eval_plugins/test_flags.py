@@ -213,9 +213,9 @@ def test_each_cell_is_a_run_of_wandb_offline_without_an_account(monkeypatch, tmp
 
     monkeypatch.setattr(wandb, "init", init)
     words = [*FOUR[:2], "full,snapkv", "0.2"]
-    assert run("--wandb_args", "project=p,name=mine,tags=a+b", "--wandb_log_samples", words=words) == 0
+    assert run("--wandb_args", "project=2024,name=mine,tags=a+b", "--wandb_log_samples", words=words) == 0
     assert [each.settings["name"] for each in runs] == ["mine-full-1-limit=2", "mine-snapkv-0.2-limit=2"]
-    assert {(each.settings["project"], each.settings["mode"]) for each in runs} == {("p", "offline")}
+    assert {(each.settings["project"], each.settings["mode"]) for each in runs} == {("2024", "offline")}
     assert runs[0].settings["tags"] == ["a", "b"]
     assert runs[0].settings["id"] != runs[1].settings["id"]
     results, _ = read(CELL)
@@ -233,6 +233,15 @@ def test_each_cell_is_a_run_of_wandb_offline_without_an_account(monkeypatch, tmp
     assert run("--wandb_args", "project=p,mode=disabled", words=words) == 0
     assert [each.settings["id"] for each in runs] == ids
     assert runs[0].settings["mode"] == "disabled"
+
+
+def test_a_cell_that_wandb_refuses_keeps_its_results_and_ends_with_1(capsys):
+    assert run("--wandb_args", "mode=of-line") == 1
+    captured = capsys.readouterr()
+    assert "not logged: snapkv-0.2-limit=2: wandb: " in captured.out
+    assert "mode" in captured.out
+    assert captured.err.splitlines()[-1].startswith("error: 1 complete cells could not be logged")
+    assert (CELL / "results.json").is_file()
 
 
 @pytest.mark.slow

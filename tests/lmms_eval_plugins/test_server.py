@@ -191,6 +191,7 @@ def test_each_request_asks_what_the_task_wants(monkeypatch):
         ((500, {"message": "no\nmemory"}), "status 500: no memory"),
         ((429, {"message": "busy"}), "status 429: busy"),
         ((200, completion("x", usage=None)), "it does not say how many tokens an answer has"),
+        ((200, completion("x", choices=[])), "it gives no answer to a question"),  # some do where they refuse
     ],
 )
 def test_a_failed_request_fails_the_evaluation_and_is_no_answer(reply, said, monkeypatch):

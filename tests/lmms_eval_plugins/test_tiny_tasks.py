@@ -2,6 +2,7 @@
 
 import json
 from itertools import groupby
+from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
@@ -114,6 +115,22 @@ def test_each_task_runs_through_the_plugin(tmp_path, monkeypatch, small_index):
     assert evaluate.main(argv) == 0
     for name in names:
         assert list((tmp_path / "results").glob(f"{name}/tiny/snapkv*/results.json"))
+
+
+def test_two_processes_may_write_the_same_clip(tmp_path, monkeypatch):
+    monkeypatch.setattr(scoring, "CLIPS", tmp_path / "clips")
+    doc = {"image_list": None, "video": {"path": "a.mp4", "bytes": b"a clip"}}
+    write, clips = Path.write_bytes, []
+
+    def overtaken(file, content):
+        monkeypatch.setattr(Path, "write_bytes", write)
+        write(file, content)
+        clips.append(scoring.doc_to_visual(doc))
+
+    monkeypatch.setattr(Path, "write_bytes", overtaken)
+    clips.append(scoring.doc_to_visual(doc))
+    assert clips[0] == clips[1]
+    assert [file.read_bytes() for file in (tmp_path / "clips").iterdir()] == [b"a clip"]
 
 
 def test_clips_that_do_not_batch_are_answered_in_smaller_batches_as_they_are_alone(tmp_path, monkeypatch):

@@ -150,7 +150,17 @@ def test_generation_arguments_of_a_task(task, expected):
 
 
 @pytest.mark.parametrize(
-    ("until", "kept"), [(["\n\n"], []), (None, []), ([], []), ("Q:", ["Q:"]), (["Q:", "\n\n"], ["Q:", "\n\n"])]
+    ("until", "kept"),
+    [
+        (["\n\n"], []),
+        (None, []),
+        ([], []),
+        ("", []),
+        ("Q:", ["Q:"]),
+        (["Q:", "\n\n"], ["Q:", "\n\n"]),
+        (0, ["0"]),  # of --gen_kwargs until=0
+        ([0, "Q:"], ["0", "Q:"]),
+    ],
 )
 def test_stop_strings_are_the_tasks_own_never_lmms_evals_default(until, kept):
     assert generation_of({"until": until}, 8).until == kept
@@ -167,9 +177,11 @@ def test_what_tasks_write_for_other_engines_is_understood():
     assert not {"seed", "skip_special_tokens", "stop_sequences"} & of_openai_math.arguments.keys()
 
 
-def test_an_unknown_generation_argument_is_an_error():
+def test_an_unknown_generation_argument_is_an_error_and_so_is_a_stop_string_that_was_read_as_true():
     with pytest.raises(KVCompressError, match=r"did you mean 'max_new_tokens'"):
         generation_of({"max_new_token": 5}, 8)
+    with pytest.raises(KVCompressError, match=r"until=\[True\] is not text"):
+        generation_of({"until": True}, 8)
 
 
 def test_every_argument_is_documented():

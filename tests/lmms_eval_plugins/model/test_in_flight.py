@@ -43,6 +43,11 @@ def test_answers_and_what_was_kept_are_those_of_one_by_one(checkpoint, alone, sl
         assert row.keys() == other.keys()
 
 
+@pytest.mark.parametrize("slots", [2, "auto"])
+def test_a_rank_without_questions_answers_none(checkpoint, slots):
+    assert load_lm(checkpoint("qwen2-vl"), slots=slots).generate_until([]) == []
+
+
 @pytest.mark.parametrize("more", [{}, {"prefix_cache_gb": 1}])
 def test_in_pieces_answers_and_rows_are_the_same_and_only_prompts_of_one_piece_share_a_prefill(checkpoint, alone, more):
     expected, rows = alone

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -266,7 +267,7 @@ def test_measurements_path_holds_all_rows_of_all_evaluations(tmp_path, checkpoin
 # -- the life of a model ----------------------------------------------------------------------------------------------
 
 
-def test_rounds_follow_the_task_and_each_has_a_row(lm):
+def test_rounds_follow_the_task_and_each_has_a_row(lm, tmp_path, monkeypatch):
     """A task of two rounds whose second question quotes the first answer and adds an image; and one of one round."""
 
     def rounds(doc, round_idx=None, previous_output=None, previous_round_info=None):
@@ -283,7 +284,9 @@ def test_rounds_follow_the_task_and_each_has_a_row(lm):
     made = requests(lm, docs)
     for request in made:
         request.arguments = (request.args[0], rounds, *request.args[2:])
+    monkeypatch.setattr(lm, "args", lm.args.model_copy(update={"measurements_path": tmp_path / "rows.jsonl"}))
     first, second = lm.generate_until_multi_round(made)
+    assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == lm.gather_rows()
     assert [(row["doc_id"], row["round"]) for row in lm.gather_rows()] == [(0, 0), (0, 1), (0, 2), (1, 0)]
     follow_up = {"text": f"you said {first[0]}. and here?", "images": [image(1)]}
     expected = lm.generate_until(requests(lm, [{"text": "what is it?"}, follow_up, {"text": "hello"}]))
@@ -291,11 +294,12 @@ def test_rounds_follow_the_task_and_each_has_a_row(lm):
 
 
 def test_lmms_evals_clean_keeps_the_model_and_unload_frees_it(checkpoint):
-    lm = load_lm(checkpoint("llama"))
+    lm = load_lm(checkpoint("llama"), fresh=True)
     lm.clean()
     lm.generate_until(requests(lm, [{"text": "hello"}]))
+    model = weakref.ref(lm.model)
     lm.unload()
-    assert not hasattr(lm, "model")
+    assert model() is None
 
 
 def test_other_request_types_are_clear_errors(lm):

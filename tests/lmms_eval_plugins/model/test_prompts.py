@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import wave
 from types import SimpleNamespace
 
 import av
@@ -202,6 +203,11 @@ def test_frames_of_an_mp4_are_those_that_lmms_eval_reads(tmp_path):
 
 
 def test_an_undecodable_video_is_an_error(tmp_path):
+    with wave.open(str(tmp_path / "sound.wav"), "wb") as sound:
+        sound.setparams((1, 2, 8000, 0, "NONE", ""))
+        sound.writeframes(bytes(800))
+    with pytest.raises(KVCompressError, match=r"sound\.wav holds no video frame"):
+        read_video(tmp_path / "sound.wav", 4)
     (tmp_path / "a.mp4").write_bytes(b"not a video")
     with pytest.raises(av.error.InvalidDataError):
         read_video(tmp_path / "a.mp4", 4)

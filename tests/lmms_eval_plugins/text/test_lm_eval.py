@@ -17,6 +17,7 @@ from kvcompress import KVCompressError
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells.results import read_cell as read
 from lmms_eval_plugins.model.lm import KVCompressLM
+from lmms_eval_plugins.model.ranks import Dealt
 from tests.support.checkpoints import load_lm
 
 pytest.importorskip("lm_eval.api.task")
@@ -216,6 +217,18 @@ def test_new_tokens_are_lm_evals_256_unless_someone_says_otherwise(checkpoint):
     lm = load_lm(checkpoint("llama"), max_new_tokens=3)
     LmEvalAdapter(lm).generate_until([request(0, "Question", {"until": []})])
     assert lm.rows[0]["tokens_out"] <= 3
+
+
+def test_each_question_keeps_its_prompt_when_ranks_exchange_questions(checkpoint, monkeypatch):
+    from lmms_eval_plugins.text.model import LmEvalAdapter
+
+    lm, asked = load_lm(checkpoint("llama")), []
+    monkeypatch.setattr(lm, "generate_until", lambda made: asked.extend(made) or [SimpleNamespace(text="")] * len(made))
+    prompts = ["one", "two", "the first's second"]
+    made = [request(number, prompt, {}) for number, prompt in zip((0, 1, 0), prompts, strict=True)]
+    made[2].idx = 1
+    LmEvalAdapter(lm).generate_until(made)
+    assert [lm._messages(each) for each in Dealt(asked, prompts, 0).requests] == prompts
 
 
 def test_a_likelihood_is_no_request_for_this_model():
