@@ -95,7 +95,7 @@ def failure(check: Callable[["Checked"], None], checked: "Checked", file: Path |
         check(checked)
     except NotAsked:
         raise
-    except Broken as error:
+    except (Broken, KVCompressError) as error:
         return str(error)
     except Exception as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]

@@ -34,7 +34,7 @@ class GlobalLayerBudget(LayerBudget):
             return super().budgets(view, measured)
         heads, rows = measured.shape[2], []
         for row, (budget, length) in enumerate(zip(view.budgets, view.lengths, strict=True)):
-            weights = self.weights(measured[:, row], budget, length) if budget else [0] * view.num_layers
+            weights = self.checked_weights(measured[:, row], budget, length) if budget else [0] * view.num_layers
             totals = allocate(weights, budget * view.num_layers * heads, most=length * heads)
             rows.append([total / heads for total in totals])
         return [list(layer) for layer in zip(*rows, strict=True)]
