@@ -54,7 +54,10 @@ def main(arguments: list[str]) -> int:
     if file is not None and not broken and not options:
         from .passed import note
 
-        note(file)
+        try:
+            note(file)
+        except OSError as error:
+            print(f"warning: commands will warn of {given.what} all the same: {error}", file=sys.stderr)
     print(f"{given.what}: checked in {time.perf_counter() - start:.0f} s", file=sys.stderr)
     return int(broken > 0)
 

@@ -1,7 +1,10 @@
 """CAKE: layers with spread and changing attention keep more. https://arxiv.org/abs/2503.12491"""
 
+import math
+
 import torch
 
+from ..errors import KVCompressError, shown
 from ..scoring.layer_view import LayerView
 from .base import LayerBudget, register_layer_budget
 
@@ -33,7 +36,13 @@ class CAKELayerBudget(LayerBudget):
         for row, (budget, length) in enumerate(zip(view.budgets, view.lengths, strict=True)):
             window = min(observers(view), budget)
             total = (budget - window) * view.num_layers
-            shares = shared_out(measured[:, row].tolist(), total, most=length - window)
+            weights = measured[:, row].tolist()
+            if not all(map(math.isfinite, weights)):
+                raise KVCompressError(
+                    f"layer_budget='cake': the layers' weights are {shown(weights)}, which fp32 cannot hold: give a "
+                    "larger tau1= or tau2="
+                )
+            shares = shared_out(weights, total, most=length - window)
             rows.append([window + share for share in shares])
         return [list(layer) for layer in zip(*rows, strict=True)]
 

@@ -211,6 +211,13 @@ def test_a_damaged_record_is_as_if_nothing_had_passed(file):
     assert passed.has_passed(file)
 
 
+def test_a_record_that_cannot_be_written_is_a_warning(file, capsys, monkeypatch):
+    monkeypatch.setattr(promises, "PROMISES", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    assert main(["check", str(file)]) == 0
+    assert f"warning: commands will warn of {file} all the same: " in capsys.readouterr().err
+
+
 def test_a_broken_promise_is_two_lines_and_exit_code_1_and_is_not_noted(file, capsys, monkeypatch):
     wrong = DEFINITION.replace("    def score", "    @kvcompress.handles_padding\n    def score")
     wrong = wrong.replace(".norm(dim=-1)  #", ".norm(dim=-1) - values.float().mean((2, 3))[..., None]  #")

@@ -144,6 +144,11 @@ def test_a_measurement_that_is_no_tensor_of_the_rows_is_one_line(wrong, said, mo
         kept("snapkv", layer_budget="wrong")
 
 
+def test_temperatures_of_cake_beyond_what_fp32_holds_are_one_line():
+    with pytest.raises(kvcompress.KVCompressError, match=r"^layer_budget='cake': .* give a larger tau1= or tau2=$"):
+        kept("cake", tau1=0.01, window_size=8)
+
+
 @pytest.mark.parametrize("vision", [None, torch.zeros(1, 9, dtype=torch.bool)], ids=["unknown", "none"])
 def test_without_vision_tokens_no_layer_has_a_cross_modal_entropy(vision):
     queries, keys = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8)
