@@ -53,20 +53,23 @@ class LayerBudget:
         return measured.tolist()
 
     def budgets(self, view: LayerView, measured: torch.Tensor | None = None) -> list[list[int]]:
-        """Return the entries per KV head, [layer][row]. `measured` is (num_layers, batch, ...), on the CPU.
+        """Return the entries per KV head, [layer][row]. `measured` is (num_layers, batch, ...), on the CPU."""
+        rows = [
+            self.of_row(None if measured is None else measured[:, row], budget, length, view)
+            for row, (budget, length) in enumerate(zip(view.budgets, view.lengths, strict=True))
+        ]
+        return [list(layer) for layer in zip(*rows, strict=True)]
+
+    def of_row(self, measured: torch.Tensor | None, budget: int, length: int, view: LayerView) -> list[int]:
+        """Return one row's entries in each layer.
 
         Raises KVCompressError if `fixed` returns anything but a whole number per layer, with the sum asked for, and if
         `weights` returns anything but a finite number per layer."""
-        rows = []
-        for row, (budget, length) in enumerate(zip(view.budgets, view.lengths, strict=True)):
-            if not budget:  # nothing in this row can be evicted
-                rows.append([0] * view.num_layers)
-            elif measured is None:
-                rows.append(self._fixed(budget, length, view))
-            else:
-                weights = self.checked_weights(measured[:, row], budget, length)
-                rows.append(allocate(weights, budget * view.num_layers, most=length))
-        return [list(layer) for layer in zip(*rows, strict=True)]
+        if not budget:  # nothing in this row can be evicted
+            return [0] * view.num_layers
+        if measured is None:
+            return self._fixed(budget, length, view)
+        return allocate(self.checked_weights(measured, budget, length), budget * view.num_layers, most=length)
 
     def checked_weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:
         """Return `weights`. Raises KVCompressError if they are not a finite number per layer."""
