@@ -217,10 +217,10 @@ def a_head_is_scored_by_itself(checked: Checked) -> None:
 
     def compared(score: Callable, cluster: KVCluster, *given: Any) -> torch.Tensor:
         *states, view = given
-        shape = states[1].shape[:3]
-        scores = checked_scores(score(cluster, *given), f"{cls.__name__}.score", shape, None)
-        for head in range(shape[1]):
-            others = [_with_other_heads(each, head, shape[1], draw) for each in states]
+        keys = states[1]
+        scores = checked_scores(score(cluster, *given), f"{cls.__name__}.score", keys, None)
+        for head in range(keys.shape[1]):
+            others = [_with_other_heads(each, head, keys.shape[1], draw) for each in states]
             if cluster.reads_hidden:  # what it computed from all heads
                 others[0] = states[0]
             apart = score(cluster, *others, view)
@@ -330,7 +330,7 @@ def _noted(cls: type[KVCluster], rows: int) -> Iterator[list[list[Event]]]:
     @wraps(select)
     def noted(self: KVCluster, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
         kept = select(self, scores, view)
-        check_columns(kept, f"{cls.__name__}.select", scores.shape, view)
+        check_columns(kept, f"{cls.__name__}.select", scores, view)
         chosen = torch.zeros_like(scores[..., :1], dtype=torch.bool).repeat(1, 1, scores.shape[-1] + 1)
         chosen = chosen.scatter(2, kept + 1, True)[..., 1:]  # -1 means no entry
         hidden = ~view.real_columns(scores).expand(-1, scores.shape[1], -1)

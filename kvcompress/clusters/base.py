@@ -130,7 +130,7 @@ class KVCluster(Method):
         sums = None if view.sums is None else self.carried(view.sums, view)
         chosen = self.select(scores, view)
         if type(self).select is not KVCluster.select:
-            check_columns(chosen, f"{type(self).__name__}.select", keys.shape[:3], view)
+            check_columns(chosen, f"{type(self).__name__}.select", keys, view)
         kept = gather(keys, values, chosen, sums)
         kept = replace(kept, noted=self._noted(kept, keys, view))
         merge = view.settings.merge or self.merge
@@ -153,7 +153,7 @@ class KVCluster(Method):
         found = self.final_scores(scores, view)
         if type(self).final_scores is not KVCluster.final_scores:
             place = f"{type(self).__name__}.final_scores"
-            found = checked_scores(found, place, scores.shape, view.padding)
+            found = checked_scores(found, place, scores, view.padding)
         head_budget = view.settings.head_budget or self.head_budget
         if head_budget in ADAPTIVE:
             return adaptive_indices(found, view.budgets, view.settings.safeguard, view.padding, head_budget)

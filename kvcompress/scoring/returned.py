@@ -10,13 +10,15 @@ from .layer_view import Kept, LayerView
 from .windows import pad_columns
 
 
-def checked_scores(scores: object, place: str, shape: torch.Size, padding: torch.Tensor | None) -> torch.Tensor:
-    """Return in fp32 the scores (batch, kv_heads, keys) that `place`, such as `Mine.score`, returned.
+def checked_scores(scores: object, place: str, keys: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    """Return in fp32 the scores of keys (batch, kv_heads, keys, ...) that `place`, such as `Mine.score`, returned.
 
-    Raises KVCompressError if they are no tensor of this shape and, on a CPU, for NaN at other columns than pads."""
-    scores = _of_shape(scores, place, shape, "(batch, kv_heads, keys)")
+    Raises KVCompressError if they are no tensor (batch, kv_heads, keys) on the keys' device and, on a CPU, for NaN at
+    other columns than pads."""
+    scores = _of_shape(scores, place, keys.shape[:3], "(batch, kv_heads, keys)")
+    _check_device(scores, place, keys)
     if scores.device.type == "cpu" and bool((wrong := scores.isnan()).any()):
-        _check_none(wrong if padding is None else wrong & ~pad_columns(padding, shape[-1]), place)
+        _check_none(wrong if padding is None else wrong & ~pad_columns(padding, keys.shape[2]), place)
     return scores
 
 
@@ -35,24 +37,30 @@ def _of_shape(scores: object, place: str, shape: torch.Size, axes: str) -> torch
     return scores.float()
 
 
+def _check_device(found: torch.Tensor, place: str, keys: torch.Tensor) -> None:
+    if found.device != keys.device:
+        raise KVCompressError(f"{place} returned a tensor on {found.device}: it must be on {keys.device}, as keys are")
+
+
 def _check_none(is_nan: torch.Tensor, place: str) -> None:
     if count := int(is_nan.sum()):
         raise KVCompressError(f"{place} returned NaN, {count} of {is_nan.numel()} numbers: NaN has no rank")
 
 
-def check_columns(columns: object, place: str, shape: torch.Size, view: LayerView) -> None:
-    """Check the columns that `place` keeps of keys (batch, kv_heads, keys), in the format of `Kept.indices`.
+def check_columns(columns: object, place: str, keys: torch.Tensor, view: LayerView) -> None:
+    """Check the columns that `place` keeps of keys (batch, kv_heads, keys, ...), in the format of `Kept.indices`.
 
-    Raises KVCompressError if they are no LongTensor (batch, kv_heads, kept) and, on a CPU, for columns that are pads,
-    do not exist or do not ascend."""
-    batch, kv_heads, most = shape
+    Raises KVCompressError if they are no LongTensor (batch, kv_heads, kept) on the keys' device and, on a CPU, for
+    columns that are pads, do not exist or do not ascend."""
+    batch, kv_heads, most = keys.shape[:3]
     is_long = isinstance(columns, torch.Tensor) and columns.dtype == torch.long
-    if not is_long or columns.ndim != 3 or columns.shape[:2] != shape[:2]:
+    if not is_long or columns.ndim != 3 or columns.shape[:2] != keys.shape[:2]:
         kind = f" of {columns.dtype}" if isinstance(columns, torch.Tensor) else ""
         raise KVCompressError(
             f"{place} returned {shape_of(columns)}{kind}: it must be a LongTensor (batch, kv_heads, kept), here "
             f"({batch}, {kv_heads}, kept)"
         )
+    _check_device(columns, place, keys)
     if columns.device.type != "cpu":
         return
     # Of stored entries a pad may be kept: it counts as a place that is not used.
@@ -73,7 +81,7 @@ def check_kept(kept: object, place: str, keys: torch.Tensor, view: LayerView) ->
     """Raise KVCompressError if `place` returned no `Kept` of columns of these keys, see `check_columns`."""
     if not isinstance(kept, Kept):
         raise KVCompressError(f"{place} returned {type(kept).__name__}: it must be kvcompress.Kept")
-    check_columns(kept.indices, f"{place} (in indices)", keys.shape[:3], view)
+    check_columns(kept.indices, f"{place} (in indices)", keys, view)
     of_parts = [tuple(part.shape[:3]) for part in (kept.keys, kept.values, kept.indices)]
     if len(set(of_parts)) > 1:
         of_keys, of_values, of_indices = of_parts

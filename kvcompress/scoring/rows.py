@@ -84,4 +84,4 @@ def _asked(
     cluster = view.settings.cluster
     if before != [each._version for each in given]:
         raise KVCompressError(f"{type(cluster).__name__}.score changes queries, keys or values in place: use copies")
-    return checked_scores(scores, f"{type(cluster).__name__}.score", keys.shape[:3], view.padding)
+    return checked_scores(scores, f"{type(cluster).__name__}.score", keys, view.padding)

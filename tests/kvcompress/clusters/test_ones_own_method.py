@@ -261,6 +261,26 @@ class NotingKVCluster(kvcompress.KVCluster):
         return (kept.keys * held).sum(2) / held.sum(2)
 
 
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("score", lambda self, queries, keys, values, view: keys[..., 0].to("meta")),
+        ("final_scores", lambda self, scores, view: scores.to("meta")),
+        ("select", lambda self, scores, view: columns(3, 4).to("meta")),
+    ],
+)
+def test_a_tensor_on_another_device_is_one_line(name, given):
+    kvcompress.register_method("elsewhere")(type("Wrong", (SummedKVCluster,), {name: given}))
+    model = FAMILIES["qwen2"].build()
+    with (
+        kvcompress.compress(model, "elsewhere", 0.5),
+        pytest.raises(
+            KVCompressError, match=rf"^Wrong.{name} returned a tensor on meta: it must be on cpu, as keys are$"
+        ),
+    ):
+        generate(model, FAMILIES["qwen2"].inputs(model, [20]), 1)
+
+
 @pytest.mark.parametrize("name", ["score", "final_scores"])
 @pytest.mark.parametrize("layer_budget", ["uniform", "global"])
 def test_nan_scores_are_one_line_on_a_cpu(name, layer_budget):
