@@ -153,7 +153,7 @@ class KVCluster(Method):
         found = self.final_scores(scores, view)
         if type(self).final_scores is not KVCluster.final_scores:
             place = f"{type(self).__name__}.final_scores"
-            found = checked_scores(found, place, scores, view.padding)
+            found = _with_protected(checked_scores(found, place, scores, view.padding), view)
         head_budget = view.settings.head_budget or self.head_budget
         if head_budget in ADAPTIVE:
             return adaptive_indices(found, view.budgets, view.settings.safeguard, view.padding, head_budget)
@@ -164,16 +164,21 @@ class KVCluster(Method):
     def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
         """Return the scores to select by: averaged over heads that keep the same tokens, +inf where entries must stay.
 
-        `view.budgets` are the layer's own here, so this is the place to protect a part of the budget."""
+        `view.budgets` are the layer's own here, so this is the place to protect a part of the budget. What overrides
+        this passes its scores to `super().final_scores`, without which heads would keep different tokens."""
         if (view.settings.head_budget or self.head_budget) == "shared":
             scores = scores.mean(1, keepdim=True).expand_as(scores)
         if sinks := getattr(self, "sinks", 0):
             scores = sinks_first(scores, sinks, view.padding)
-        if view.protected is not None:
-            # Entries that must stay come before those that the method itself protects, such as its window.
-            scores = scores.clamp(max=torch.finfo(scores.dtype).max)
-            scores = scores.masked_fill(view.protected_by_head, float("inf"))
+        return _with_protected(scores, view)
+
+
+def _with_protected(scores: torch.Tensor, view: LayerView) -> torch.Tensor:
+    """Return the scores with +inf at `view.protected`, which come before what the method protects, such as a window."""
+    if view.protected is None:
         return scores
+    scores = scores.clamp(max=torch.finfo(scores.dtype).max)
+    return scores.masked_fill(view.protected_by_head, float("inf"))
 
 
 def make_cluster(method: str | None, **options: object) -> KVCluster:

@@ -295,6 +295,21 @@ def test_nan_scores_are_one_line_on_a_cpu(name, layer_budget):
         generate(model, FAMILIES["qwen2"].inputs(model, [20]), 1)
 
 
+def test_text_stays_under_ratio_of_vision_also_where_final_scores_does_not_call_super():
+    kvcompress.register_method("own-final")(
+        type("Own", (SummedKVCluster,), {"final_scores": lambda self, *given: given[0]})
+    )
+    family = FAMILIES["llava-onevision"]
+    model = family.build()
+    inputs = family.inputs(model, [60, 41], [1, 2])
+    with kvcompress.compress(model, "own-final", 0.5, ratio_of="vision") as session:
+        generate(model, inputs, 1)
+    text = inputs["attention_mask"].bool() & (inputs["input_ids"] != model.config.image_token_id)
+    for row, heads in enumerate(kept_of(session.cache)[0]):
+        for columns in heads:
+            assert set(text[row].nonzero()[:, 0].tolist()) <= set(columns.tolist())
+
+
 def test_nan_scores_of_pads_do_not_matter():
     class OfPads(Own):
         @kvcompress.handles_padding
