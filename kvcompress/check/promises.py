@@ -218,7 +218,7 @@ def a_head_is_scored_by_itself(checked: Checked) -> None:
     def compared(score: Callable, cluster: KVCluster, *given: Any) -> torch.Tensor:
         *states, view = given
         keys = states[1]
-        scores = checked_scores(score(cluster, *given), f"{cls.__name__}.score", keys, None)
+        scores = checked_scores(score(cluster, *given), f"{cls.__name__}.score", keys)
         for head in range(keys.shape[1]):
             others = [_with_other_heads(each, head, keys.shape[1], draw) for each in states]
             if cluster.reads_hidden:  # what it computed from all heads

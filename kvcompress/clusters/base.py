@@ -153,7 +153,7 @@ class KVCluster(Method):
         found = self.final_scores(scores, view)
         if type(self).final_scores is not KVCluster.final_scores:
             place = f"{type(self).__name__}.final_scores"
-            found = _with_protected(checked_scores(found, place, scores, view.padding), view)
+            found = _with_protected(checked_scores(found, place, scores), view)
         head_budget = view.settings.head_budget or self.head_budget
         if head_budget in ADAPTIVE:
             return adaptive_indices(found, view.budgets, view.settings.safeguard, view.padding, head_budget)

@@ -64,7 +64,7 @@ class LayerBudget:
         """Return one row's entries in each layer.
 
         Raises KVCompressError if `fixed` returns anything but a whole number per layer, with the sum asked for, and if
-        `weights` returns anything but a finite number per layer."""
+        `weights` returns anything but a finite number per layer (of what is not finite, any number)."""
         if not budget:  # nothing in this row can be evicted
             return [0] * view.num_layers
         if measured is None:
@@ -72,13 +72,15 @@ class LayerBudget:
         return allocate(self.checked_weights(measured, budget, length), budget * view.num_layers, most=length)
 
     def checked_weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:
-        """Return `weights`. Raises KVCompressError if they are not a finite number per layer."""
+        """Return `weights`. Raises KVCompressError if they are not a number per layer, each finite if all that was
+        measured is."""
         found = self.weights(measured, budget, length)
         try:
             weights = [float(each) for each in found]
         except (TypeError, ValueError):
             weights = []
-        if len(weights) != len(measured) or not all(map(math.isfinite, weights)):
+        is_finite = all(map(math.isfinite, weights)) or not bool(measured.isfinite().all())
+        if len(weights) != len(measured) or not is_finite:
             raise KVCompressError(
                 f"{type(self).__name__}.weights returned {shown(found)}: it must be {len(measured)} finite numbers, "
                 "one per layer"

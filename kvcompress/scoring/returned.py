@@ -3,6 +3,8 @@
 Of the cache's methods, values are looked at on a CPU alone: elsewhere the host would wait for the device in every
 layer."""
 
+from collections.abc import Iterable
+
 import torch
 
 from ..errors import KVCompressError
@@ -10,24 +12,37 @@ from .layer_view import Kept, LayerView
 from .windows import pad_columns
 
 
-def checked_scores(scores: object, place: str, keys: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+def checked_scores(scores: object, place: str, keys: torch.Tensor) -> torch.Tensor:
     """Return in fp32 the scores of keys (batch, kv_heads, keys, ...) that `place`, such as `Mine.score`, returned.
 
-    Raises KVCompressError if they are no tensor (batch, kv_heads, keys) on the keys' device and, on a CPU, for NaN at
-    other columns than pads."""
+    Raises KVCompressError if they are no tensor (batch, kv_heads, keys) on the keys' device."""
     scores = _of_shape(scores, place, keys.shape[:3], "(batch, kv_heads, keys)")
     _check_device(scores, place, keys)
-    if scores.device.type == "cpu" and bool((wrong := scores.isnan()).any()):
-        _check_none(wrong if padding is None else wrong & ~pad_columns(padding, keys.shape[2]), place)
     return scores
 
 
-def checked_token_scores(scores: object, place: str, vision: torch.Tensor) -> torch.Tensor:
+def check_ranked(scores: torch.Tensor, place: str, given: Iterable[torch.Tensor | None], view: LayerView) -> None:
+    """Raise KVCompressError, on a CPU, for NaN scores (batch, kv_heads, keys) that `place` made of finite numbers.
+
+    A row of which anything `given` is not finite may have such scores: its answer is NaN, and no other row's."""
+    if scores.device.type != "cpu" or not bool((is_nan := scores.isnan()).any()):
+        return
+    if view.padding is not None:
+        is_nan = is_nan & ~pad_columns(view.padding, scores.shape[2])
+    for each in (*given, view.sums, view.noted, view.received):
+        if each is not None:
+            is_nan = is_nan & each.flatten(1).isfinite().all(1)[:, None, None]
+    _check_none(is_nan, place)
+
+
+def checked_token_scores(scores: object, place: str, vision: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """Return in fp32 the scores (batch, tokens) of a token method, of which only those of vision tokens count.
 
-    Raises KVCompressError as `checked_scores` does, for NaN on any device: the choice waits for it anyway."""
+    Raises KVCompressError for what is no tensor of this shape, and for NaN where a row's hidden states (batch, tokens,
+    hidden_size) are finite; on any device, because the choice waits for it anyway."""
     scores = _of_shape(scores, place, vision.shape, "(batch, tokens)")
-    _check_none(scores.isnan() & vision, place)
+    if bool((is_nan := scores.isnan() & vision).any()):
+        _check_none(is_nan & hidden.flatten(1).isfinite().all(1)[:, None], place)
     return scores
 
 

@@ -8,7 +8,7 @@ import torch
 from ..device import on_device
 from ..errors import KVCompressError
 from .layer_view import LayerView
-from .returned import checked_scores
+from .returned import check_ranked, checked_scores
 
 Score = TypeVar("Score", bound=Callable[..., torch.Tensor])
 
@@ -84,4 +84,7 @@ def _asked(
     cluster = view.settings.cluster
     if before != [each._version for each in given]:
         raise KVCompressError(f"{type(cluster).__name__}.score changes queries, keys or values in place: use copies")
-    return checked_scores(scores, f"{type(cluster).__name__}.score", keys, view.padding)
+    place = f"{type(cluster).__name__}.score"
+    scores = checked_scores(scores, place, keys)
+    check_ranked(scores, place, (queries, keys, values), view)
+    return scores

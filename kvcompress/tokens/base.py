@@ -205,7 +205,7 @@ class TokenMethod(Method, ABC):
 
         Raises KVCompressError for scores of another shape, and for NaN at a vision token.
         """
-        scores = checked_token_scores(scores, f"{type(self).__name__}.score", tokens.vision)
+        scores = checked_token_scores(scores, f"{type(self).__name__}.score", tokens.vision, tokens.hidden)
         return tokens.best(scores), tokens.hidden
 
     def checked_choice(self, scores: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:

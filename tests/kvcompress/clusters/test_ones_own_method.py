@@ -281,18 +281,31 @@ def test_a_tensor_on_another_device_is_one_line(name, given):
         generate(model, FAMILIES["qwen2"].inputs(model, [20]), 1)
 
 
-@pytest.mark.parametrize("name", ["score", "final_scores"])
+class NaNs(SummedKVCluster):
+    def score(self, queries, keys, values, view):
+        return super().score(queries, keys, values, view) * torch.nan
+
+
 @pytest.mark.parametrize("layer_budget", ["uniform", "global"])
-def test_nan_scores_are_one_line_on_a_cpu(name, layer_budget):
-    """Without pads, of which scores do not count."""
-    wrong = type("Wrong", (SummedKVCluster,), {name: lambda self, *given: given[0].new_full((1, 2, 20), torch.nan)})
-    kvcompress.register_method("nan")(wrong)
+def test_nan_scores_are_one_line_on_a_cpu(layer_budget):
+    kvcompress.register_method("nans")(NaNs)
     model = FAMILIES["qwen2"].build()
     with (
-        kvcompress.compress(model, "nan", 0.5, layer_budget=layer_budget),
-        pytest.raises(KVCompressError, match=rf"^Wrong.{name} returned NaN, 40 of 40 numbers: NaN has no rank$"),
+        kvcompress.compress(model, "nans", 0.5, layer_budget=layer_budget),
+        pytest.raises(KVCompressError, match=r"^NaNs.score returned NaN, 40 of 40 numbers: NaN has no rank$"),
     ):
         generate(model, FAMILIES["qwen2"].inputs(model, [20]), 1)
+
+
+def test_nan_scores_of_a_row_whose_states_are_not_finite_are_no_error():
+    """Its answer is NaN as without the method, and the other row's is as alone."""
+    keys = torch.randn(2, 2, 9, 4)
+    keys[1, 0, 3] = torch.inf
+    view = view_of_two(None, settings=Settings(cluster=NaNs()))
+    with pytest.raises(KVCompressError, match=r"^NaNs.score returned NaN, 18 of 36 numbers"):
+        scores_of(NaNs().score, keys, keys, keys, view)
+    keys[0, 0, 3] = torch.nan
+    assert scores_of(NaNs().score, keys, keys, keys, view).isnan().all()
 
 
 def test_text_stays_under_ratio_of_vision_also_where_final_scores_does_not_call_super():

@@ -133,6 +133,12 @@ def test_weights_that_are_no_number_per_layer_are_one_line(wrong):
         Wrong().budgets(LayerView(0, 2, [9], [3], 1.0), torch.ones(2, 1))
 
 
+def test_what_was_measured_of_states_that_are_not_finite_is_no_error():
+    rule = type("Any", (LayerBudget,), {"measure": lambda self, *_: None})()
+    measured = torch.tensor([[1.0, torch.nan], [3.0, torch.nan]])
+    assert rule.budgets(LayerView(0, 2, [9, 9], [4, 4], 1.0), measured) == [[2, 4], [6, 4]]
+
+
 @pytest.mark.parametrize(("wrong", "said"), [(None, "NoneType"), (1.0, "float"), (torch.ones(3), r"\(3,\)")])
 def test_a_measurement_that_is_no_tensor_of_the_rows_is_one_line(wrong, said, monkeypatch):
     monkeypatch.setattr(base, "_RULES", dict(base._RULES))  # no other test shall draw it
