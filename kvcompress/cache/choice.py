@@ -11,6 +11,7 @@ from ..errors import KVCompressError
 from ..policy.policy import Policy
 from ..scoring.budget import allocate
 from ..scoring.layer_view import Kept, LayerView, Settings, StoredEntries
+from ..scoring.returned import check_kept, checked_rows
 from ..scoring.rotary import Rotary
 from ..scoring.rows import scores_of
 from ..scoring.selection import ADAPTIVE
@@ -138,20 +139,15 @@ class Choice:
         """Choose the entries of a prompt to keep."""
         shares = self.policy.layer_budget.budgets(evictable(candidates.view))
         view = with_budgets(candidates.view, shares[self.place])
-        kept = self.policy.cluster.update_kv(self._queries(candidates), candidates.keys, candidates.values, view)
-        return self._counted(candidates, self._checked(kept), view)
+        kept = self._chosen(self._queries(candidates), candidates.keys, candidates.values, view)
+        return self._counted(candidates, kept, view)
 
-    def _checked(self, kept: object) -> Kept:
-        """Return what `update_kv` returned. Raises KVCompressError if it is no `Kept` whose parts are of one shape."""
-        place = f"{type(self.policy.cluster).__name__}.update_kv"
-        if not isinstance(kept, Kept):
-            raise KVCompressError(f"{place} returned {type(kept).__name__}: it must be kvcompress.Kept")
-        of_parts = [tuple(part.shape[:3]) for part in (kept.keys, kept.values, kept.indices)]
-        if len(set(of_parts)) > 1:
-            keys, values, indices = of_parts
-            raise KVCompressError(
-                f"{place} returned keys for (batch, kv_heads, kept) {keys}, values for {values}, indices for {indices}"
-            )
+    def _chosen(self, queries: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> Kept:
+        """Return what `update_kv` returns. Raises KVCompressError if it is no `Kept` of columns of these keys."""
+        cluster = self.policy.cluster
+        kept = cluster.update_kv(queries, keys, values, view)
+        if type(cluster).update_kv is not KVCluster.update_kv:
+            check_kept(kept, f"{type(cluster).__name__}.update_kv", keys, view)
         return kept
 
     def assess(self, candidates: Candidates) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -165,6 +161,7 @@ class Choice:
         measured = None
         if rule.is_measured:
             measured = rule.measure(candidates.queries, candidates.keys, candidates.values, scores, view)
+            measured = checked_rows(measured, f"{type(rule).__name__}.measure", len(scores))
         return scores, measured
 
     def keep_scored(self, candidates: Candidates, scores: torch.Tensor, budgets: list[int]) -> Kept:
@@ -280,7 +277,7 @@ class Choice:
                 kept = replace(kept, noted=self._note_of_all(kept.keys, kept.values, view))
             kept = replace(kept, total=kept.indices.numel() if view.padding is None else None, held=held)
             return kept if kept.sums is None else replace(kept, sums=self.policy.cluster.carried(kept.sums, view))
-        result = self._checked(self.policy.cluster.update_kv(queries, kept.keys, kept.values, view))
+        result = self._chosen(queries, kept.keys, kept.values, view)
         if fills_all_slots(view):
             return replace(result, indices=kept.indices.gather(2, result.indices), total=result.indices.numel())
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill_(result.indices < 0, -1)
@@ -359,7 +356,7 @@ class Choice:
         columns = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
         if view.padding is not None:
             columns = columns.masked_fill(pad_columns(view.padding, keys.shape[2]), -1)
-        return self.policy.cluster.note(Kept(keys, values, columns), keys, view)
+        return self.policy.cluster.checked_note(Kept(keys, values, columns), keys, view)
 
     def _added(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView, block: int = 128) -> torch.Tensor:
         """Return what the latest queries add to each entry's sum, `block` queries at a time to save memory."""

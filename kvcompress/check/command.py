@@ -54,7 +54,10 @@ def main(arguments: list[str]) -> int:
     if file is not None and not broken and not options:
         from .passed import note
 
-        note(file)
+        try:
+            note(file)
+        except OSError as error:
+            print(f"warning: commands will warn of {given.what} all the same: {error}", file=sys.stderr)
     print(f"{given.what}: checked in {time.perf_counter() - start:.0f} s", file=sys.stderr)
     return int(broken > 0)
 
@@ -95,7 +98,7 @@ def failure(check: Callable[["Checked"], None], checked: "Checked", file: Path |
         check(checked)
     except NotAsked:
         raise
-    except Broken as error:
+    except (Broken, KVCompressError) as error:
         return str(error)
     except Exception as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]

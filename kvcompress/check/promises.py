@@ -21,6 +21,7 @@ from ..hooks.session import Session, compress
 from ..policy.make import make_policy
 from ..policy.policy import Policy
 from ..scoring.layer_view import LayerView
+from ..scoring.returned import check_columns, checked_scores
 from ..scoring.selection import ADAPTIVE
 from .models import Tried, prompts, text_model, vision_model
 from .reference import generate, only_attending_to
@@ -203,12 +204,53 @@ def chooses_the_same_twice(checked: Checked) -> None:
             raise Broken(f"{tried}, ratio {RATIO}: row {row} keeps other entries when run again")
 
 
+def a_head_is_scored_by_itself(checked: Checked) -> None:
+    """A KV head's scores stay the same if the other heads have random states.
+
+    Otherwise they would be wrong where heads are scored apart: under tensor parallelism, and with ragged heads."""
+    cls = type(checked.cluster)
+    if cls.mixes_heads:
+        raise NotAsked(f"{cls.__name__}.mixes_heads is True")
+    if cls.score is KVCluster.score:
+        raise NotAsked(f"{cls.__name__} defines no score")
+    draw = torch.Generator().manual_seed(checked.seed)
+
+    def compared(score: Callable, cluster: KVCluster, *given: Any) -> torch.Tensor:
+        *states, view = given
+        keys = states[1]
+        scores = checked_scores(score(cluster, *given), f"{cls.__name__}.score", keys)
+        for head in range(keys.shape[1]):
+            others = [_with_other_heads(each, head, keys.shape[1], draw) for each in states]
+            if cluster.reads_hidden:  # what it computed from all heads
+                others[0] = states[0]
+            apart = score(cluster, *others, view)
+            is_near = torch.isclose(scores[0, head], apart[0, head], rtol=SCORES, atol=SCORES, equal_nan=True)
+            if not bool(is_near.all()):
+                column = int((~is_near).nonzero()[0])
+                raise Broken(
+                    f"{tried}, ratio {RATIO}: layer {view.place}, KV head {head}: entry {column} scores "
+                    f"{scores[0, head, column]:.4g}, and {apart[0, head, column]:.4g} if the other heads have other "
+                    "states: set mixes_heads = True"
+                )
+        return scores
+
+    for tried in (each.alone(0) for each in checked.tried):
+        with checked.compress(tried), _scoring_by(cls, compared):
+            generate(tried.model, tried.inputs, 1)
+
+
 def memory_is_linear_in_the_prompt(checked: Checked) -> None:
     """Scoring creates no tensor of queries x keys."""
     model, largest = checked.tried[0].model, []
     for length in (1500, 3000):
         tried = prompts("qwen2", model, (length,), (0,), checked.seed)
-        with checked.compress(tried), _scoring_under(type(checked.cluster), mode := LargestTensor()):
+        mode = LargestTensor()
+
+        def watched(score: Callable, *given: Any, mode: LargestTensor = mode) -> torch.Tensor:
+            with mode:
+                return score(*given)
+
+        with checked.compress(tried), _scoring_by(type(checked.cluster), watched):
             generate(model, tried.inputs, 1)
         largest.append(mode.numel)
     states = length * model.config.hidden_size  # tensors up to the size of the queries may come from blocks
@@ -226,6 +268,7 @@ PROMISES: dict[str, Callable[[Checked], None]] = {
     "a row gives the same result in a batch as alone in chunks": partial(a_row_is_as_alone, **CHUNKS),
     "a second prompt sees the kept entries": a_second_turn_sees_what_was_kept,
     "the same prompt keeps the same entries": chooses_the_same_twice,
+    "a KV head's scores depend on no other head": a_head_is_scored_by_itself,
     "memory is linear in the prompt": memory_is_linear_in_the_prompt,
 }
 
@@ -287,14 +330,12 @@ def _noted(cls: type[KVCluster], rows: int) -> Iterator[list[list[Event]]]:
     @wraps(select)
     def noted(self: KVCluster, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
         kept = select(self, scores, view)
+        check_columns(kept, f"{cls.__name__}.select", scores, view)
         chosen = torch.zeros_like(scores[..., :1], dtype=torch.bool).repeat(1, 1, scores.shape[-1] + 1)
         chosen = chosen.scatter(2, kept + 1, True)[..., 1:]  # -1 means no entry
         hidden = ~view.real_columns(scores).expand(-1, scores.shape[1], -1)
         for row, of_row in enumerate(scores.masked_fill(hidden, torch.nan)):
             if view.budgets[row] < view.lengths[row]:  # otherwise only another row of the batch has to choose
-                if bool((nan := scores[row].isnan() & ~hidden[row]).any()):
-                    head, column = nan.nonzero()[0].tolist()
-                    raise Broken(f"row {row}, layer {view.place}, KV head {head}: column {column} scores NaN")
                 is_own = ~hidden[row].all(0)
                 events[row].append(Event(view.place, view.is_decoding, of_row[:, is_own], chosen[row][:, is_own]))
         return kept
@@ -304,17 +345,29 @@ def _noted(cls: type[KVCluster], rows: int) -> Iterator[list[list[Event]]]:
 
 
 @contextmanager
-def _scoring_under(cls: type[KVCluster], mode: TorchDispatchMode) -> Iterator[None]:
-    """Run the class's `score` under this mode."""
+def _scoring_by(cls: type[KVCluster], asked: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Let `asked`, given the class's `score` and its arguments, return the scores."""
     score = cls.score
 
     @wraps(score)
-    def moded(*arguments: Any) -> Any:
-        with mode:
-            return score(*arguments)
+    def asking(*given: Any) -> torch.Tensor:
+        return asked(score, *given)
 
-    with mock.patch.object(cls, "score", moded):
+    with mock.patch.object(cls, "score", asking):
         yield
+
+
+def _with_other_heads(
+    states: torch.Tensor | None, head: int, kv_heads: int, draw: torch.Generator
+) -> torch.Tensor | None:
+    """Return the states (batch, heads, ...) of one KV head and its query heads, with random ones of the others."""
+    if states is None:
+        return None
+    groups = states.shape[1] // kv_heads
+    own = slice(head * groups, (head + 1) * groups)
+    other = torch.randn(states.shape, generator=draw).to(states)
+    other[:, own] = states[:, own]
+    return other
 
 
 class History(StoppingCriteria):

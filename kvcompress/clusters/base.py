@@ -11,6 +11,7 @@ from ..methods import Method, make_method, method_info
 from ..scoring.layer_view import Kept, LayerView, gather
 from ..scoring.merging import merge_evicted
 from ..scoring.places import moved_together
+from ..scoring.returned import check_columns, checked_rows, checked_scores
 from ..scoring.rows import scores_of
 from ..scoring.selection import ADAPTIVE, adaptive_indices, fair_scores, sinks_first, top_indices
 
@@ -111,6 +112,11 @@ class KVCluster(Method):
         as it would alone."""
         return None
 
+    def checked_note(self, kept: Kept, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:
+        """Return `note`. Raises KVCompressError if it is neither None nor a tensor (batch, ...)."""
+        noted = self.note(kept, keys, view)
+        return None if noted is None else checked_rows(noted, f"{type(self).__name__}.note", len(keys))
+
     def carried(self, sums: torch.Tensor, view: LayerView) -> torch.Tensor:
         """Return the sums to carry over from `view.sums` after the choice; `view.budgets` are the layer's own."""
         return sums
@@ -123,8 +129,8 @@ class KVCluster(Method):
         """Select, gather and merge entries by their scores (batch, kv_heads, keys)."""
         sums = None if view.sums is None else self.carried(view.sums, view)
         chosen = self.select(scores, view)
-        if not isinstance(chosen, torch.Tensor) or chosen.dtype != torch.long or chosen.shape[:2] != keys.shape[:2]:
-            raise KVCompressError(f"{type(self).__name__}.select must return a LongTensor (batch, kv_heads, kept)")
+        if type(self).select is not KVCluster.select:
+            check_columns(chosen, f"{type(self).__name__}.select", keys, view)
         kept = gather(keys, values, chosen, sums)
         kept = replace(kept, noted=self._noted(kept, keys, view))
         merge = view.settings.merge or self.merge
@@ -134,7 +140,7 @@ class KVCluster(Method):
 
     def _noted(self, kept: Kept, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:
         """Return `note` of the rows that evict, and what the others noted before."""
-        noted, before = self.note(kept, keys, view), view.noted
+        noted, before = self.checked_note(kept, keys, view), view.noted
         if noted is None or before is None or noted.shape != before.shape:
             return noted
         evicts = [budget < entries for budget, entries in zip(view.budgets, view.lengths, strict=True)]
@@ -144,27 +150,35 @@ class KVCluster(Method):
 
     def select(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
         """Return the columns to keep, in the format of `Kept.indices`, given scores (batch, kv_heads, keys)."""
-        scores = self.final_scores(scores, view)
+        found = self.final_scores(scores, view)
+        if type(self).final_scores is not KVCluster.final_scores:
+            place = f"{type(self).__name__}.final_scores"
+            found = _with_protected(checked_scores(found, place, scores), view)
         head_budget = view.settings.head_budget or self.head_budget
         if head_budget in ADAPTIVE:
-            return adaptive_indices(scores, view.budgets, view.settings.safeguard, view.padding, head_budget)
+            return adaptive_indices(found, view.budgets, view.settings.safeguard, view.padding, head_budget)
         if view.groups is not None:
-            scores = fair_scores(scores, view.groups, view.settings.groups, view.budgets, view.padding)
-        return top_indices(scores, view.budgets, view.padding)
+            found = fair_scores(found, view.groups, view.settings.groups, view.budgets, view.padding)
+        return top_indices(found, view.budgets, view.padding)
 
     def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
         """Return the scores to select by: averaged over heads that keep the same tokens, +inf where entries must stay.
 
-        `view.budgets` are the layer's own here, so this is the place to protect a part of the budget."""
+        `view.budgets` are the layer's own here, so this is the place to protect a part of the budget. What overrides
+        this passes its scores to `super().final_scores`, without which heads would keep different tokens."""
         if (view.settings.head_budget or self.head_budget) == "shared":
             scores = scores.mean(1, keepdim=True).expand_as(scores)
         if sinks := getattr(self, "sinks", 0):
             scores = sinks_first(scores, sinks, view.padding)
-        if view.protected is not None:
-            # Entries that must stay come before those that the method itself protects, such as its window.
-            scores = scores.clamp(max=torch.finfo(scores.dtype).max)
-            scores = scores.masked_fill(view.protected_by_head, float("inf"))
+        return _with_protected(scores, view)
+
+
+def _with_protected(scores: torch.Tensor, view: LayerView) -> torch.Tensor:
+    """Return the scores with +inf at `view.protected`, which come before what the method protects, such as a window."""
+    if view.protected is None:
         return scores
+    scores = scores.clamp(max=torch.finfo(scores.dtype).max)
+    return scores.masked_fill(view.protected_by_head, float("inf"))
 
 
 def make_cluster(method: str | None, **options: object) -> KVCluster:

@@ -73,7 +73,7 @@ class MediaPruner:
         known = {"budgets": [kept], "hidden": hidden, "frames": [places], "counts": [[count]], "num_layers": 1}
         prepared = self.method.prepare(Tokens(vision, None, **known))
         tokens = Tokens(vision, None, prepared=prepared, **known)
-        chosen, merged = self.method.choose(self.method.score(tokens), tokens)
+        chosen, merged = self.method.checked_choice(self.method.score(tokens), tokens)
         stays = chosen[0, :-1]
         if int(stays.sum()) != kept:
             raise KVCompressError(f"method {self.name!r} keeps {int(stays.sum())} of {count} tokens instead of {kept}")

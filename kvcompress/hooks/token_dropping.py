@@ -159,7 +159,7 @@ class Pruning:
         """Drop tokens before layer `index`; return the hidden states of all columns."""
         tokens = self._tokens(hidden=self._left(hidden), budgets=self.stages[index])
         scores, self.scores = self.method.score(tokens) if index == 0 else self.scores, None
-        chosen, merged = self.method.choose(scores, tokens)
+        chosen, merged = self.method.checked_choice(scores, tokens)
         if merged is not tokens.hidden:
             hidden = hidden.clone()
             hidden[self.rows, self.source] = merged

@@ -1,12 +1,13 @@
 """`LayerBudget`, the base class of rules that share out a budget over layers, and the registry of rules."""
 
+import math
 from collections.abc import Callable, Iterable
 from numbers import Integral
 from typing import ClassVar, TypeVar
 
 import torch
 
-from ..errors import KVCompressError, unknown_name
+from ..errors import KVCompressError, shown, unknown_name
 from ..scoring.budget import allocate
 from ..scoring.layer_view import LayerView
 
@@ -52,19 +53,39 @@ class LayerBudget:
         return measured.tolist()
 
     def budgets(self, view: LayerView, measured: torch.Tensor | None = None) -> list[list[int]]:
-        """Return the entries per KV head, [layer][row]. `measured` is (num_layers, batch, ...), on the CPU.
-
-        Raises KVCompressError if `fixed` returns anything but a whole number per layer, with the sum asked for."""
-        rows = []
-        for row, (budget, length) in enumerate(zip(view.budgets, view.lengths, strict=True)):
-            if not budget:  # nothing in this row can be evicted
-                rows.append([0] * view.num_layers)
-            elif measured is None:
-                rows.append(self._fixed(budget, length, view))
-            else:
-                weights = self.weights(measured[:, row], budget, length)
-                rows.append(allocate(weights, budget * view.num_layers, most=length))
+        """Return the entries per KV head, [layer][row]. `measured` is (num_layers, batch, ...), on the CPU."""
+        rows = [
+            self.of_row(None if measured is None else measured[:, row], budget, length, view)
+            for row, (budget, length) in enumerate(zip(view.budgets, view.lengths, strict=True))
+        ]
         return [list(layer) for layer in zip(*rows, strict=True)]
+
+    def of_row(self, measured: torch.Tensor | None, budget: int, length: int, view: LayerView) -> list[int]:
+        """Return one row's entries in each layer.
+
+        Raises KVCompressError if `fixed` returns anything but a whole number per layer, with the sum asked for, and if
+        `weights` returns anything but a finite number per layer (of what is not finite, any number)."""
+        if not budget:  # nothing in this row can be evicted
+            return [0] * view.num_layers
+        if measured is None:
+            return self._fixed(budget, length, view)
+        return allocate(self.checked_weights(measured, budget, length), budget * view.num_layers, most=length)
+
+    def checked_weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:
+        """Return `weights`. Raises KVCompressError if they are not a number per layer, each finite if all that was
+        measured is."""
+        found = self.weights(measured, budget, length)
+        try:
+            weights = [float(each) for each in found]
+        except (TypeError, ValueError):
+            weights = []
+        is_finite = all(map(math.isfinite, weights)) or not bool(measured.isfinite().all())
+        if len(weights) != len(measured) or not is_finite:
+            raise KVCompressError(
+                f"{type(self).__name__}.weights returned {shown(found)}: it must be {len(measured)} finite numbers, "
+                "one per layer"
+            )
+        return weights
 
     def _fixed(self, budget: int, length: int, view: LayerView) -> list[int]:
         layers, total = view.num_layers, budget * view.num_layers

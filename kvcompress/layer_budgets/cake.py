@@ -1,7 +1,10 @@
 """CAKE: layers with spread and changing attention keep more. https://arxiv.org/abs/2503.12491"""
 
+import math
+
 import torch
 
+from ..errors import KVCompressError, shown
 from ..scoring.layer_view import LayerView
 from .base import LayerBudget, register_layer_budget
 
@@ -28,14 +31,15 @@ class CAKELayerBudget(LayerBudget):
         tau1, tau2 = (getattr(view.settings.cluster, name, 1.0) for name in ("tau1", "tau2"))
         return entropy.clamp(min=0) ** (1 / tau1) * variance ** (1 / tau2)
 
-    def budgets(self, view: LayerView, measured: torch.Tensor | None = None) -> list[list[int]]:
-        rows = []
-        for row, (budget, length) in enumerate(zip(view.budgets, view.lengths, strict=True)):
-            window = min(observers(view), budget)
-            total = (budget - window) * view.num_layers
-            shares = shared_out(measured[:, row].tolist(), total, most=length - window)
-            rows.append([window + share for share in shares])
-        return [list(layer) for layer in zip(*rows, strict=True)]
+    def of_row(self, measured: torch.Tensor, budget: int, length: int, view: LayerView) -> list[int]:
+        window, weights = min(observers(view), budget), measured.tolist()
+        if not all(map(math.isfinite, weights)):
+            raise KVCompressError(
+                f"layer_budget='cake': the layers' weights are {shown(weights)}, which fp32 cannot hold: give a larger "
+                "tau1= or tau2="
+            )
+        shares = shared_out(weights, (budget - window) * view.num_layers, most=length - window)
+        return [window + share for share in shares]
 
 
 def observers(view: LayerView) -> int:

@@ -29,15 +29,12 @@ class GlobalLayerBudget(LayerBudget):
         layers, heads, _ = measured.shape
         return shares_of_highest(measured.flatten(1), budget * layers * heads)
 
-    def budgets(self, view: LayerView, measured: torch.Tensor | None = None) -> list[list[float]]:
-        if measured is None or view.settings.head_budget not in ADAPTIVE:
-            return super().budgets(view, measured)
-        heads, rows = measured.shape[2], []
-        for row, (budget, length) in enumerate(zip(view.budgets, view.lengths, strict=True)):
-            weights = self.weights(measured[:, row], budget, length) if budget else [0] * view.num_layers
-            totals = allocate(weights, budget * view.num_layers * heads, most=length * heads)
-            rows.append([total / heads for total in totals])
-        return [list(layer) for layer in zip(*rows, strict=True)]
+    def of_row(self, measured: torch.Tensor, budget: int, length: int, view: LayerView) -> list[float]:
+        if not budget or view.settings.head_budget not in ADAPTIVE:
+            return super().of_row(measured, budget, length, view)
+        heads, weights = measured.shape[1], self.checked_weights(measured, budget, length)
+        totals = allocate(weights, budget * view.num_layers * heads, most=length * heads)
+        return [total / heads for total in totals]
 
 
 def evictable_scores(scores: torch.Tensor, view: LayerView) -> torch.Tensor:

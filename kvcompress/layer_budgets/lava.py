@@ -30,11 +30,8 @@ class LAVaLayerBudget(LayerBudget):
         largest = counted.expand_as(scores).sum((1, 2)).clamp(min=2).log()
         return -torch.xlogy(shares, shares).sum(1) / largest
 
-    def budgets(self, view: LayerView, measured: torch.Tensor | None = None) -> list[list[int]]:
-        rows = []
-        for row, (budget, length) in enumerate(zip(view.budgets, view.lengths, strict=True)):
-            window = min(view.settings.query_window, budget)
-            weights = [0.0 if math.isnan(weight) else weight for weight in measured[:, row].tolist()]
-            shares = allocate(weights, (budget - window) * view.num_layers, most=length - window)
-            rows.append([window + share for share in shares])
-        return [list(layer) for layer in zip(*rows, strict=True)]
+    def of_row(self, measured: torch.Tensor, budget: int, length: int, view: LayerView) -> list[int]:
+        window = min(view.settings.query_window, budget)
+        weights = [0.0 if math.isnan(weight) else weight for weight in measured.tolist()]
+        shares = allocate(weights, (budget - window) * view.num_layers, most=length - window)
+        return [window + share for share in shares]

@@ -70,12 +70,8 @@ class PublishedLazyLayerBudget(_LazyLayers):
     ) -> torch.Tensor:
         return self.is_lazy(queries, keys, view).float()
 
-    def budgets(self, view: LayerView, measured: torch.Tensor | None = None) -> list[list[int]]:
-        rows = list(zip(view.budgets, view.lengths, strict=True))
-        return [
-            [budget if lazy else length for lazy, (budget, length) in zip(layer, rows, strict=True)]
-            for layer in measured.tolist()
-        ]
+    def of_row(self, measured: torch.Tensor, budget: int, length: int, view: LayerView) -> list[int]:
+        return [budget if lazy else length for lazy in measured.tolist()]
 
 
 @register_layer_budget("lazy-code")

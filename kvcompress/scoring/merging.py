@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from ..errors import KVCompressError
 from .layer_view import Kept, LayerView, uniform_noise
+from .returned import check_kept
 from .windows import pad_columns
 
 BLOCK = 256  # evicted entries compared with all kept ones at once
@@ -28,9 +29,12 @@ def merge_evicted(
     """Merge the evicted entries of keys and values (batch, kv_heads, keys, head_dim) into those of `kept`.
 
     `merge` is a name in `MERGES`; scores (batch, kv_heads, keys) are the method's. With `merge_modality="same"` an
-    entry is merged only into its own kind, vision or text, and dropped if none is kept.
+    entry is merged only into its own kind, vision or text, and dropped if none is kept. Raises KVCompressError if the
+    function returns no `Kept` of these keys.
     """
-    return MERGES[merge](kept, keys, values, scores, view)
+    merged = MERGES[merge](kept, keys, values, scores, view)
+    check_kept(merged, f"merge {merge!r}", keys, view)
+    return merged
 
 
 def register_merge(name: str) -> Callable[[Merge], Merge]:

@@ -5,6 +5,7 @@ i, 2 i + 1) in some. The rotation is read from the output of the model's rotary 
 and padding need no formulas of their own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -85,26 +86,25 @@ class Rotary:
 
     def to(self, device: torch.device) -> "Rotary":
         """Move to the device of a layer, for models whose layers are on several devices."""
-        parts = {name: getattr(self, name) for name in ("cos", "sin", "positions", "inv_freq", "least")}
-        return replace(self, **{name: part.to(device) for name, part in parts.items() if part is not None})
+        return self._with_each(lambda part: part.to(device), "inv_freq")
 
     def columns(self, columns: torch.Tensor) -> "Rotary":
         """Return the rotation of these columns only, LongTensor (batch, width)."""
-        rows = columns[..., None].expand(-1, -1, self.cos.shape[2])
-        taken = {"cos": self.cos.gather(1, rows), "sin": self.sin.gather(1, rows)}
-        if self.least is not None:
-            taken["least"] = self.least.gather(1, columns)
-        return replace(self, positions=self.positions.gather(1, columns), **taken)
+        whole = columns[..., None].expand(-1, -1, self.cos.shape[2])
+        return self._with_each(lambda part: part.gather(1, columns if part.ndim == 2 else whole))
 
     def rows(self, rows: torch.Tensor) -> "Rotary":
         """Return the rotation of these rows of the batch only."""
-        taken = {name: getattr(self, name) for name in ("cos", "sin", "positions", "least")}
-        return replace(self, **{name: part[rows] for name, part in taken.items() if part is not None})
+        return self._with_each(lambda part: part[rows])
 
     def from_column(self, first: int) -> "Rotary":
         """Return the rotation without the columns before `first`."""
-        taken = {name: getattr(self, name) for name in ("cos", "sin", "positions", "least")}
-        return replace(self, **{name: part[:, first:] for name, part in taken.items() if part is not None})
+        return self._with_each(lambda part: part[:, first:])
+
+    def _with_each(self, change: Callable[[torch.Tensor], torch.Tensor], *further: str) -> "Rotary":
+        """Return the rotation with a change of what it holds for each column, and of the fields `further`."""
+        parts = {name: getattr(self, name) for name in ("cos", "sin", "positions", "least", *further)}
+        return replace(self, **{name: change(part) for name, part in parts.items() if part is not None})
 
     def positions_of(self, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the largest and smallest position of the tokens in `columns`, (batch, kv_heads, entries).

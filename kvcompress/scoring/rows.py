@@ -8,6 +8,7 @@ import torch
 from ..device import on_device
 from ..errors import KVCompressError
 from .layer_view import LayerView
+from .returned import check_ranked, checked_scores
 
 Score = TypeVar("Score", bound=Callable[..., torch.Tensor])
 
@@ -32,8 +33,7 @@ def scores_of(
 
     While decoding, KV heads of a row may hold different numbers of entries. Then, for each such number, all heads are
     passed with their last entries, and only the scores of the heads with that number are used, since a head's score
-    does not depend on others. Raises KVCompressError if it does (`mixes_heads`), and for a result that is no tensor or
-    has another shape.
+    does not depend on others. Raises KVCompressError if it does (`mixes_heads`), and for what `checked_scores` refuses.
     """
     if view.padding is None or getattr(score, "handles_padding", False):
         return _asked(score, queries, keys, values, view)
@@ -84,14 +84,7 @@ def _asked(
     cluster = view.settings.cluster
     if before != [each._version for each in given]:
         raise KVCompressError(f"{type(cluster).__name__}.score changes queries, keys or values in place: use copies")
-    return checked_scores(scores, cluster, keys.shape[:3], "(batch, kv_heads, keys)")
-
-
-def checked_scores(scores: object, method: object, shape: torch.Size, axes: str) -> torch.Tensor:
-    """Return in fp32 what the `score` of a method returned. Raises KVCompressError if it is no tensor of this shape."""
-    returned = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
-    if returned != shape:
-        raise KVCompressError(
-            f"{type(method).__name__}.score returned {returned}: it must be a tensor {axes}, {tuple(shape)}"
-        )
-    return scores.float()
+    place = f"{type(cluster).__name__}.score"
+    scores = checked_scores(scores, place, keys)
+    check_ranked(scores, place, (queries, keys, values), view)
+    return scores

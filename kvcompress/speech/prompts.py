@@ -78,7 +78,7 @@ def read_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
     Raises KVCompressError, which names the line, also for a missing file.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # a text may hold other line separators
     except OSError as error:
         raise KVCompressError(f"--prompts {file}: {error.strerror}") from None
     except UnicodeDecodeError:

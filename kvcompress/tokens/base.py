@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from ..errors import KVCompressError
 from ..methods import Method
 from ..scoring.budget import allocate
-from ..scoring.rows import checked_scores
+from ..scoring.returned import checked_token_scores, shape_of
 from ..scoring.selection import top_indices
 from ..scoring.windows import pad_columns, window_attention
 
@@ -203,9 +203,23 @@ class TokenMethod(Method, ABC):
             number if the method `sets_budgets` or shares out its budget over layers as it goes; and the hidden states
             (batch, tokens, hidden_size), changed where tokens were merged into those that stay.
 
-        Raises KVCompressError for scores of another shape.
+        Raises KVCompressError for scores of another shape, and for NaN at a vision token.
         """
-        return tokens.best(checked_scores(scores, self, tokens.vision.shape, "(batch, tokens)")), tokens.hidden
+        scores = checked_token_scores(scores, f"{type(self).__name__}.score", tokens.vision, tokens.hidden)
+        return tokens.best(scores), tokens.hidden
+
+    def checked_choice(self, scores: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `choose` returns, without tokens other than vision tokens. Raises KVCompressError for anything
+        but a bool tensor (batch, tokens) and hidden states of the present shape."""
+        found = self.choose(scores, tokens)
+        returned = tuple(map(shape_of, found)) if isinstance(found, tuple) else shape_of(found)
+        wanted = (tuple(tokens.vision.shape), tuple(tokens.hidden.shape))
+        if returned != wanted or found[0].dtype != torch.bool:
+            raise KVCompressError(
+                f"{type(self).__name__}.choose returned {returned}: it must be a tensor of bool and the hidden states, "
+                f"{wanted}"
+            )
+        return found[0] & tokens.vision, found[1]
 
 
 def received_attention(queries: torch.Tensor, keys: torch.Tensor, has_class: bool) -> torch.Tensor:

@@ -10,7 +10,7 @@ from importlib import import_module
 
 from ..bench.flags import add_flags
 from ..command_line import Parser, key_values
-from ..errors import loading, unknown_name, validated
+from ..errors import KVCompressError, loading, shown, unknown_name, validated
 from ..files import check_output
 from ..flag_types import label, new_file, whole
 
@@ -50,6 +50,8 @@ def main(arguments: list[str]) -> None:
     options = validated(how.Options, f"training {flags.method}: option", given)
     out = flags.out.absolute()
     check_output(out.parent, out.name)
+    if flags.method == "kvzap" and out.exists():
+        raise KVCompressError(f"--out {shown(str(flags.out))} is a file, and kvzap writes a folder")
     settings = {"method": flags.method, "model": flags.model, "dtype": flags.dtype, **asdict(options)}
     run = Run(out, flags.text, flags.seed, settings)
     run.check_state()

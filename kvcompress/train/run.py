@@ -119,6 +119,8 @@ class Run:
             loss_of: the loss of a step, counted from 0. What it draws must follow from the step alone.
             rate: the learning rate of a step.
             clip: the largest norm of all gradients together.
+
+        Raises KVCompressError once the weights are not finite any more, when they would be saved.
         """
         weights = [part for layer in layers for part in layer.values()]
         descent, file = optimizer(weights), self.state / "descent.pt"
@@ -136,6 +138,11 @@ class Run:
                 descent.step()
                 descent.zero_grad()
                 if time.monotonic() - saved >= SAVE_EVERY_S or step == steps - 1:
+                    if not all(bool(part.isfinite().all()) for part in weights):
+                        raise KVCompressError(
+                            f"by step {step + 1} of {steps} training has diverged: remove {shown(str(self.state))} "
+                            "and give a smaller rate="
+                        )
                     bar.set_postfix(loss=f"{loss.item():.4g}")
                     state = {"step": step + 1, "weights": weights, "optimizer": descent.state_dict()}
                     with replacing(file) as draft:

@@ -18,9 +18,9 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from kvcompress.errors import one_line
+from kvcompress.files import write_text
 
 from ..cells.errors import UsageError
-from ..cells.results import write_text
 from .config import SweepConfig
 
 SWEEP_FILE = "sweep.json"

@@ -32,7 +32,7 @@ def paired(*lists: Sequence) -> list[tuple]:
     """For `parametrize`: every element of every list at least once, paired with elements of the other lists in turn."""
     if TIMES > 1:
         return list(itertools.product(*lists))
-    most = max(map(len, lists))
+    most = max(map(len, lists)) if all(lists) else 0  # METHODS= may leave none
     return [tuple(each[i % len(each)] for each in lists) for i in range(most)]
 
 

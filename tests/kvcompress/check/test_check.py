@@ -103,11 +103,27 @@ class Divides(Norms):
         return 1 / 0
 
 
+@dataclass(frozen=True)
+class ByAllHeads(Norms):
+    """Says nothing of it."""
+
+    def score(self, queries, keys, values, view):
+        norms = values.float().norm(dim=-1)
+        return norms / norms.amax(1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class BeyondTheLast(Norms):
+    def select(self, scores, view):
+        return super().select(scores, view) + view.lengths[0]
+
+
 BATCH = "a row gives the same result in a padded batch as alone"
 DECODING = "a row gives the same result in a batch as alone while decoding evicts"
 RAGGED = "a row gives the same result in a batch as alone with ragged heads"
 CHUNKS = "a row gives the same result in a batch as alone in chunks"
 LINEAR = "memory is linear in the prompt"
+APART = "a KV head's scores depend on no other head"
 MASKED = "decoding equals the full cache under a mask"
 WRONG = [
     (MeanOverPads, BATCH, r"qwen2, 50 and 31 tokens, ratio 0.3: row 1, layer 0, KV head 0: entry \d+ of 31 scores"),
@@ -118,7 +134,13 @@ WRONG = [
     (FirstOfTheBatch, BATCH, "row 0, layer 0 has the same scores, but its choice sums to .* in the batch, .* alone"),
     (AddsToValues, MASKED, "logits compressed differ from those masked by up to"),
     (ByTheBatch, DECODING, "while decoding: entry .* in the batch, .* alone"),
-    (ZeroOverZero, BATCH, "row 0, layer 0, KV head 0: column 0 scores NaN"),
+    (ZeroOverZero, BATCH, r"^ZeroOverZero.score returned NaN, \d+ of \d+ numbers: NaN has no rank$"),
+    (ByAllHeads, APART, "qwen2, 50 tokens, ratio 0.3: layer 0, KV head 0: entry .*: set mixes_heads = True"),
+    (
+        BeyondTheLast,
+        "each row keeps its budget",
+        r"^BeyondTheLast.select returned column \d+ at .* from 0 to 49, after",
+    ),
     (ByTheBatch, RAGGED, "head_budget=adaptive"),
     (Divides, "each row keeps its budget", r"ZeroDivisionError: division by zero \(test_check.py, line \d+\)"),
 ]
@@ -189,6 +211,13 @@ def test_a_damaged_record_is_as_if_nothing_had_passed(file):
     assert passed.has_passed(file)
 
 
+def test_a_record_that_cannot_be_written_is_a_warning(file, capsys, monkeypatch):
+    monkeypatch.setattr(promises, "PROMISES", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    assert main(["check", str(file)]) == 0
+    assert f"warning: commands will warn of {file} all the same: " in capsys.readouterr().err
+
+
 def test_a_broken_promise_is_two_lines_and_exit_code_1_and_is_not_noted(file, capsys, monkeypatch):
     wrong = DEFINITION.replace("    def score", "    @kvcompress.handles_padding\n    def score")
     wrong = wrong.replace(".norm(dim=-1)  #", ".norm(dim=-1) - values.float().mean((2, 3))[..., None]  #")
@@ -233,6 +262,13 @@ def test_what_cannot_be_checked_is_one_line(words, said, capsys):
 def test_methods_of_ours_keep_the_promises_that_are_hard_to_check(method, options, asked):
     checked = Checked(method, options)
     assert {promise: reason for promise in asked if (reason := failure(PROMISES[promise], checked, None))} == {}
+
+
+def test_a_method_that_says_that_it_mixes_heads_is_not_asked_whether_it_does(capsys, monkeypatch):
+    kvcompress.register_method("mixing")(type("Mixing", (ByAllHeads,), {"mixes_heads": True}))
+    monkeypatch.setattr(promises, "PROMISES", {APART: PROMISES[APART]})
+    assert main(["check", "mixing"]) == 0
+    assert capsys.readouterr().out == f"-       mixing: {APART}: Mixing.mixes_heads is True\n"
 
 
 def test_a_promise_that_a_method_does_not_make_is_named_with_the_reason(capsys, monkeypatch):

@@ -193,18 +193,44 @@ def test_in_inference_mode_a_score_is_asked_as_ever():
     )
 
 
+def columns(*kept):
+    return torch.tensor(kept).expand(1, 2, len(kept))
+
+
 @pytest.mark.parametrize(
     ("name", "given", "said"),
     [
-        ("select", None, r"Wrong.select must return a LongTensor"),
-        ("select", torch.zeros(2, 1, 3), r"Wrong.select must return a LongTensor"),
-        ("select", torch.zeros(1, 1, dtype=torch.long), r"Wrong.select must return a LongTensor"),
+        ("select", None, r"Wrong.select returned NoneType: it must be a LongTensor .*\(1, 2, kept\)"),
+        (
+            "select",
+            torch.zeros(1, 2, 3),
+            r"Wrong.select returned \(1, 2, 3\) of torch.float32: it must be a LongTensor",
+        ),
+        ("select", torch.zeros(1, 2, dtype=torch.long), r"Wrong.select returned \(1, 2\) of torch.int64: it must be a"),
+        (
+            "select",
+            columns(3, 99),
+            r"Wrong.select returned column 99 at place 1 of row 0, KV head 0: .* from 0 to \d+,",
+        ),
+        ("select", columns(-2, 3), r"Wrong.select returned column -2 at place 0"),
+        ("select", columns(4, 3), r"Wrong.select returned column 3 at place 1"),
+        ("select", columns(4, 4), r"Wrong.select returned column 4 at place 1"),
+        ("select", columns(4, -1), r"Wrong.select returned column -1 at place 1"),
+        ("final_scores", None, r"Wrong.final_scores returned NoneType: it must be a tensor \(batch, kv_heads, keys\)"),
+        ("final_scores", torch.zeros(1, 20), r"Wrong.final_scores returned \(1, 20\): it must be"),
+        ("note", 3, r"Wrong.note returned int: it must be a tensor \(batch, ...\), here \(1, ...\)"),
+        ("note", torch.zeros(2, 4), r"Wrong.note returned \(2, 4\)"),
         ("update_kv", None, r"Wrong.update_kv returned NoneType: it must be kvcompress.Kept"),
         ("update_kv", (1, 2), r"Wrong.update_kv returned tuple: it must be kvcompress.Kept"),
         (
             "update_kv",
             kvcompress.Kept(torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 16), torch.arange(9).expand(1, 2, 9)),
             r"Wrong.update_kv returned keys .* \(1, 2, 8\), values for \(1, 2, 8\), indices for \(1, 2, 9\)",
+        ),
+        (
+            "update_kv",
+            kvcompress.Kept(torch.zeros(1, 2, 2, 16), torch.zeros(1, 2, 2, 16), columns(3, 99)),
+            r"Wrong.update_kv \(in indices\) returned column 99",
         ),
     ],
 )
@@ -233,6 +259,79 @@ class NotingKVCluster(kvcompress.KVCluster):
     def note(self, kept, keys, view):
         held = (kept.indices >= 0).float()[..., None]
         return (kept.keys * held).sum(2) / held.sum(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("score", lambda self, queries, keys, values, view: keys[..., 0].to("meta")),
+        ("final_scores", lambda self, scores, view: scores.to("meta")),
+        ("select", lambda self, scores, view: columns(3, 4).to("meta")),
+    ],
+)
+def test_a_tensor_on_another_device_is_one_line(name, given):
+    kvcompress.register_method("elsewhere")(type("Wrong", (SummedKVCluster,), {name: given}))
+    model = FAMILIES["qwen2"].build()
+    with (
+        kvcompress.compress(model, "elsewhere", 0.5),
+        pytest.raises(
+            KVCompressError, match=rf"^Wrong.{name} returned a tensor on meta: it must be on cpu, as keys are$"
+        ),
+    ):
+        generate(model, FAMILIES["qwen2"].inputs(model, [20]), 1)
+
+
+class NaNs(SummedKVCluster):
+    def score(self, queries, keys, values, view):
+        return super().score(queries, keys, values, view) * torch.nan
+
+
+@pytest.mark.parametrize("layer_budget", ["uniform", "global"])
+def test_nan_scores_are_one_line_on_a_cpu(layer_budget):
+    kvcompress.register_method("nans")(NaNs)
+    model = FAMILIES["qwen2"].build()
+    with (
+        kvcompress.compress(model, "nans", 0.5, layer_budget=layer_budget),
+        pytest.raises(KVCompressError, match=r"^NaNs.score returned NaN, 40 of 40 numbers: NaN has no rank$"),
+    ):
+        generate(model, FAMILIES["qwen2"].inputs(model, [20]), 1)
+
+
+def test_nan_scores_of_a_row_whose_states_are_not_finite_are_no_error():
+    """Its answer is NaN as without the method, and the other row's is as alone."""
+    keys = torch.randn(2, 2, 9, 4)
+    keys[1, 0, 3] = torch.inf
+    view = view_of_two(None, settings=Settings(cluster=NaNs()))
+    with pytest.raises(KVCompressError, match=r"^NaNs.score returned NaN, 18 of 36 numbers"):
+        scores_of(NaNs().score, keys, keys, keys, view)
+    keys[0, 0, 3] = torch.nan
+    assert scores_of(NaNs().score, keys, keys, keys, view).isnan().all()
+
+
+def test_text_stays_under_ratio_of_vision_also_where_final_scores_does_not_call_super():
+    kvcompress.register_method("own-final")(
+        type("Own", (SummedKVCluster,), {"final_scores": lambda self, *given: given[0]})
+    )
+    family = FAMILIES["llava-onevision"]
+    model = family.build()
+    inputs = family.inputs(model, [60, 41], [1, 2])
+    with kvcompress.compress(model, "own-final", 0.5, ratio_of="vision") as session:
+        generate(model, inputs, 1)
+    text = inputs["attention_mask"].bool() & (inputs["input_ids"] != model.config.image_token_id)
+    for row, heads in enumerate(kept_of(session.cache)[0]):
+        for columns in heads:
+            assert set(text[row].nonzero()[:, 0].tolist()) <= set(columns.tolist())
+
+
+def test_nan_scores_of_pads_do_not_matter():
+    class OfPads(Own):
+        @kvcompress.handles_padding
+        def score(self, queries, keys, values, view):
+            return keys.norm(dim=-1).masked_fill(~view.real_columns(keys), torch.nan)
+
+    keys = torch.randn(2, 2, 9, 4)
+    view = view_of_two(torch.tensor([[0], [3]]), settings=Settings(cluster=OfPads()))
+    assert scores_of(OfPads().score, None, keys, keys, view).isnan().sum() == 6
 
 
 def test_what_a_row_noted_lasts_while_only_another_row_evicts():

@@ -121,6 +121,40 @@ def test_a_rule_that_shares_out_something_else_is_one_line(wrong):
         Wrong().budgets(LayerView(0, 2, [9], [3], 1.0))
 
 
+@pytest.mark.parametrize("wrong", [None, [1.0], [1.0, float("nan")], [1.0, float("inf")], [[1.0], [1.0]], ["a", "b"]])
+def test_weights_that_are_no_number_per_layer_are_one_line(wrong):
+    class Wrong(LayerBudget):
+        def weights(self, measured, budget, length):
+            return wrong
+
+    with pytest.raises(
+        kvcompress.KVCompressError, match=r"^Wrong.weights returned .*: it must be 2 finite numbers, one per layer$"
+    ):
+        Wrong().budgets(LayerView(0, 2, [9], [3], 1.0), torch.ones(2, 1))
+
+
+def test_what_was_measured_of_states_that_are_not_finite_is_no_error():
+    rule = type("Any", (LayerBudget,), {"measure": lambda self, *_: None})()
+    measured = torch.tensor([[1.0, torch.nan], [3.0, torch.nan]])
+    assert rule.budgets(LayerView(0, 2, [9, 9], [4, 4], 1.0), measured) == [[2, 4], [6, 4]]
+
+
+@pytest.mark.parametrize(("wrong", "said"), [(None, "NoneType"), (1.0, "float"), (torch.ones(3), r"\(3,\)")])
+def test_a_measurement_that_is_no_tensor_of_the_rows_is_one_line(wrong, said, monkeypatch):
+    monkeypatch.setattr(base, "_RULES", dict(base._RULES))  # no other test shall draw it
+    register_layer_budget("wrong")(type("Wrong", (LayerBudget,), {"measure": lambda self, *_: wrong}))
+    with pytest.raises(
+        kvcompress.KVCompressError,
+        match=rf"^Wrong.measure returned {said}: it must be a tensor \(batch, ...\), here \(2, ...\)$",
+    ):
+        kept("snapkv", layer_budget="wrong")
+
+
+def test_temperatures_of_cake_beyond_what_fp32_holds_are_one_line():
+    with pytest.raises(kvcompress.KVCompressError, match=r"^layer_budget='cake': .* give a larger tau1= or tau2=$"):
+        kept("cake", tau1=0.01, window_size=8)
+
+
 @pytest.mark.parametrize("vision", [None, torch.zeros(1, 9, dtype=torch.bool)], ids=["unknown", "none"])
 def test_without_vision_tokens_no_layer_has_a_cross_modal_entropy(vision):
     queries, keys = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8)

@@ -157,6 +157,27 @@ def test_cam_merges_as_often_as_the_evicted_entry_has_of_its_followers_attention
     assert sum(merged) / len(merged) == pytest.approx(0.5, abs=0.1)  # 0.3 of a mean of 0.6
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda kept: None, "returned NoneType: it must be kvcompress.Kept"),
+        (
+            lambda kept: dataclasses.replace(kept, keys=kept.keys[:, :, 1:]),
+            r"returned keys for .* \(1, 2, \d+\), values",
+        ),
+    ],
+)
+@pytest.mark.parametrize("layer_budget", ["uniform", "sparsity"])
+def test_a_merge_of_ones_own_that_returns_something_else_is_one_line(given, said, layer_budget, registry):
+    merging.register_merge("wrong")(lambda kept, *_: given(kept))
+    model = FAMILIES["qwen2"].build()
+    with (
+        kvcompress.compress(model, "snapkv", 0.3, merge="wrong", layer_budget=layer_budget),
+        pytest.raises(kvcompress.KVCompressError, match=f"^merge 'wrong' {said}"),
+    ):
+        generate(model, FAMILIES["qwen2"].inputs(model, [40]), 1)
+
+
 @pytest.mark.parametrize("merge", sorted(MERGES))
 def test_merging_keeps_the_budget_and_changes_the_answer(merge):
     model = FAMILIES["llava-onevision"].build()

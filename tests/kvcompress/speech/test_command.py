@@ -288,6 +288,12 @@ def test_a_prompt_file_brings_its_picture_and_its_sound(tmp_path):
     assert text.image is text.audio is None
 
 
+def test_a_prompt_may_hold_separators_of_lines_other_than_the_files(tmp_path):
+    said = "one\u2028two\x85three"
+    (tmp_path / "p.jsonl").write_bytes(f'{{"text": "{said}"}}\r\n{{"text": "x"}}\r\n'.encode())
+    assert [prompt.text for prompt in read_prompts(tmp_path / "p.jsonl", 16_000, [])] == [said, "x"]
+
+
 @pytest.mark.parametrize(
     ("line", "without", "message"),
     [

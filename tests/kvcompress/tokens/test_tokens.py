@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -230,6 +231,67 @@ def test_scores_of_another_shape_or_kind_are_one_line(given):
     tokens = Tokens(vision, None, [3, 3], vision[..., None].float())
     with pytest.raises(kvcompress.KVCompressError, match=r"^FastV.score returned .*: it must be a tensor .* \(2, 9\)$"):
         method.choose(given(vision), tokens)
+
+
+def test_nan_scores_are_one_line_unless_they_are_of_text():
+    method, vision = kvcompress.list_methods()["fastv"].cls(), torch.tensor([[False, True, True, True, False]])
+    tokens = Tokens(vision, None, [1], vision[..., None].float())
+    scores = torch.tensor([[torch.nan, 1, 3, 2, torch.nan]])
+    assert method.choose(scores, tokens)[0].nonzero().tolist() == [[0, 2]]
+    with pytest.raises(
+        kvcompress.KVCompressError, match=r"^FastV.score returned NaN, 1 of 5 numbers: NaN has no rank$"
+    ):
+        method.choose(scores.roll(1, 1), tokens)
+
+
+class Chooses(kvcompress.TokenMethod):
+    """Chooses before layer 1, by `given`."""
+
+    def layers(self, num_layers):
+        return [1]
+
+    def score(self, tokens):
+        return tokens.last_attention()
+
+    def choose(self, scores, tokens):
+        return type(self).given(scores, tokens)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda scores, tokens: tokens.best(scores), r"\(2, 60\)"),
+        (lambda scores, tokens: (tokens.best(scores), None), r"\(\(2, 60\), 'NoneType'\)"),
+        (lambda scores, tokens: (tokens.best(scores)[:, 1:], tokens.hidden), r"\(\(2, 59\), \(2, 60, \d+\)\)"),
+        (lambda scores, tokens: (tokens.best(scores).float(), tokens.hidden), r"\(\(2, 60\), \(2, 60, \d+\)\)"),
+    ],
+)
+def test_a_choice_of_another_shape_or_kind_is_one_line(given, said, registry):
+    kvcompress.register_method("chooses")(dataclass(frozen=True)(type("Chooses", (Chooses,), {"given": given})))
+    model, inputs = batch("llava-onevision", [60, 41], [1, 2])
+    with (
+        kvcompress.compress(model, "chooses", 0.3),
+        pytest.raises(
+            kvcompress.KVCompressError,
+            match=rf"^Chooses.choose returned {said}: it must be a tensor of bool and the hidden states, \(\(2, 60\), ",
+        ),
+    ):
+        generate(model, inputs, 1)
+
+
+def test_text_stays_whether_a_choice_names_it_or_not(registry):
+    """Also the numbers of tokens that stay are right."""
+    best = {
+        "vision": lambda scores, tokens: (tokens.best(scores), tokens.hidden),
+        "both": lambda scores, tokens: (tokens.best(scores) | ~tokens.vision, tokens.hidden),
+    }
+    model, inputs = batch("llava-onevision", [60, 41], [1, 2])
+    logits = []
+    for name, given in best.items():
+        kvcompress.register_method(name)(dataclass(frozen=True)(type(name, (Chooses,), {"given": given})))
+        with kvcompress.compress(model, name, 0.3):
+            logits.append(generate(model, inputs, 1)[1])
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize(

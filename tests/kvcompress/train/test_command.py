@@ -102,6 +102,7 @@ def nothing_loads(monkeypatch):
         (["kvzap", "MODEL", "--text", "blank.txt"], "--text 'blank.txt' is empty"),
         (["kvzap", "MODEL", "--text", "binary.txt"], "--text 'binary.txt' cannot be read: it is not UTF-8"),
         (["kvzap", "MODEL", "--out", "folder"], "Is a directory"),
+        (["kvzap", "MODEL", "--out", "blank.txt"], "--out 'blank.txt' is a file, and kvzap writes a folder"),
         (["kvzap", "MODEL", "--dtype", "float16"], "--dtype: invalid choice: 'float16'"),
         (["kvzap", "MODEL", "--out", "old", "pieces=7"], "other settings (method, "),
         (["kvzap", "no/such/model"], "model 'no/such/model' cannot be loaded"),
@@ -134,6 +135,15 @@ def test_too_little_text_is_one_line(tiny, tmp_path, capsys):
     argv = ["train", "kvzap", tiny, "--text", str(tmp_path / "short.txt"), "--out", str(tmp_path / "out")]
     assert main(argv) == 2
     assert f"at least {3 * kvzap.HELD_OUT} are needed" in capsys.readouterr().err
+
+
+def test_a_training_that_diverges_writes_nothing(tiny, text, tmp_path, capsys):
+    argv = ["train", "kvzap", tiny, *SMALL["kvzap"], "rate=1e9", "--text", str(text), "--out", str(tmp_path / "out")]
+    assert main(argv) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: by step ")
+    assert error.endswith("out.state' and give a smaller rate=")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("file", "damage"), [("piece-00001.safetensors", b"{}"), ("descent.pt", b"PK")])
