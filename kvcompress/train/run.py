@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..calibration.text import read_text
-from ..errors import KVCompressError, one_line, shown
+from ..errors import KVCompressError, one_line
 from ..files import parse_json, replacing, write_text
 from ..hooks.model import text_decoder, unwrapped
 
@@ -72,7 +72,7 @@ class Run:
             found = found if isinstance(found, dict) else {}
             differ = [name for name in {**ours, **found} if ours.get(name) != found.get(name)]
             raise KVCompressError(
-                f"{shown(str(self.state))} was left by a training with other settings ({', '.join(differ)}): give "
+                f"{str(self.state)!r} was left by a training with other settings ({', '.join(differ)}): give "
                 "these again to go on, or another --out, or remove it"
             )
 
@@ -83,7 +83,7 @@ class Run:
         free = shutil.disk_usage(self.state).free
         if needed_bytes - there > free:
             raise KVCompressError(
-                f"hidden states to learn from need {needed_bytes / 2**30:.1f} GiB in {shown(str(self.state))}, which "
+                f"hidden states to learn from need {needed_bytes / 2**30:.1f} GiB in {str(self.state)!r}, which "
                 f"has {free / 2**30:.1f} GiB: take fewer with pieces= or tokens="
             )
 
@@ -94,9 +94,7 @@ class Run:
             yield
         except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError, UnpicklingError) as error:
             message = one_line(error, 200)
-            raise KVCompressError(
-                f"{shown(str(self.state))} cannot be read: {message}; remove it to start again"
-            ) from error
+            raise KVCompressError(f"{str(self.state)!r} cannot be read: {message}; remove it to start again") from error
 
     def end(self) -> None:
         """Remove the state: the training is done."""
@@ -140,7 +138,7 @@ class Run:
                 if time.monotonic() - saved >= SAVE_EVERY_S or step == steps - 1:
                     if not all(bool(part.isfinite().all()) for part in weights):
                         raise KVCompressError(
-                            f"by step {step + 1} of {steps} training has diverged: remove {shown(str(self.state))} "
+                            f"by step {step + 1} of {steps} training has diverged: remove {str(self.state)!r} "
                             "and give a smaller rate="
                         )
                     bar.set_postfix(loss=f"{loss.item():.4g}")
