@@ -29,6 +29,11 @@ def pooled(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([_joined(draws) if len(draws) > 1 else draws for draws in groups]).infer_objects()
 
 
+def explanation(frame: pd.DataFrame) -> str:
+    """Explain the option `draws=N` of a `pooled` frame; empty if no row has it."""
+    return "draws=N: mean of N seeds, ± their standard deviation." if (frame["draws"] > 1).any() else ""
+
+
 def _joined(draws: pd.DataFrame) -> pd.DataFrame:
     first = draws.iloc[0].copy()
     for name in MEANS:

@@ -23,7 +23,7 @@ from kvcompress.files import locked, write_text
 from ..cells.results import exact, load_cells, number_of, score_key, settings_name
 from . import terminal
 from .appearance import score_scale, short_names
-from .draws import pooled
+from .draws import explanation, pooled
 from .metrics import tokens_per_correct
 from .numbers import fixed, kept, near, shares, text_of
 from .short_answers import too_short, warning
@@ -337,7 +337,6 @@ def _values(column: pd.Series) -> str:
 
 def note(frame: pd.DataFrame) -> str:
     """Explain the columns."""
-    of_draws = " draws=N: mean of N seeds, ± their standard deviation." if (frame["draws"] > 1).any() else ""
     in_flight = frame["slots"].notna()
     of_batch = ""
     if (sizes := _values(frame["batch_size"][~in_flight])) not in ("", "1"):
@@ -350,8 +349,8 @@ def note(frame: pd.DataFrame) -> str:
         f"later token (medians{of_batch}). KV cache: bytes that hold keys, values and their index after the prompt, "
         "per question (median); room: bytes allocated for the answer. Answers/s: without preparing prompts; "
         "tokens/correct: tokens of all answers over the sum of their scores. Unless stated otherwise: scope=prompt, "
-        f"ratio_of=prompt, first_token=full.{of_draws}"
-    )
+        f"ratio_of=prompt, first_token=full. {explanation(frame)}"
+    ).rstrip()
 
 
 def markdown_text(text: str) -> str:

@@ -14,6 +14,7 @@ from ...cells.kept_tokens_file import IMAGES_FOLDER, needs, needs_kept, read_kep
 from ...cells.results import DamagedFile
 from ..against import MARGIN, against_full
 from ..appearance import colour, markers, score_scale
+from ..draws import explanation, pooled
 from ..gate import gate_lines
 from ..grid import headrooms
 from ..groups import Group
@@ -36,25 +37,30 @@ def page_data(groups: list[Group]) -> dict[str, Any]:
 
 
 def page_group(group: Group, entries: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return the data of one group; `entries`: of each cell, as from `read_kept_tokens`."""
-    frame = group.frame
+    """Return the data of one group. Draws of a method are one cell, with the answers and kept tokens of the first.
+
+    Args:
+        entries: of each cell of the group, as from `read_kept_tokens`.
+    """
+    first = group.frame["questions"].iloc[0] if group.frame["method"].iloc[0] == "full" else None
+    same = [None if first is None else same_answers(own, first) for own in group.frame["questions"]]
+    frame = pooled(group.frame.assign(loyalty=same))
+    entries = [entries[place] for place in frame.index]
     overlays = overlay_data(entries)
     needed = needs_by_question(entries)
     parts, tests = headrooms(frame), against_full(frame)
-    first = frame.iloc[0]
-    varied = varied_options([cell["protocol"] for cell in group.cells])
+    varied = varied_options([group.cells[place]["protocol"] for place in frame.index])
     marks, cells = markers(dict(zip(frame["series"], frame["method"], strict=True))), []
     for index, row in enumerate(frame.itertuples()):
-        efficiency = group.cells[index]["efficiency"]
         cells.append(
             {
                 **cell_data(row),
                 "marker": marks[row.series],
                 "options": varied[index],
                 "against": test_data(tests.iloc[index]),
-                "same": same_answers(row.questions, first["questions"]) if first["method"] == "full" else None,
+                "same": number(row.loyalty),
                 "headroom": None if parts[index] is None else [*astuple(parts[index])],
-                "per_layer": efficiency.get("realised_ratio", {}).get("per_layer"),
+                "per_layer": row.per_layer,
                 "per_head": mean_shares(entries[index]),
                 "needs_kept": mean_needs_kept(entries[index], needed),
             }
@@ -81,6 +87,7 @@ def page_group(group: Group, entries: list[list[dict[str, Any]]]) -> dict[str, A
         "made": made(group.cells),
         "metric": frame["metric"].iloc[0] or "score",
         "scale": score_scale(frame),
+        "draws": explanation(frame),
         "warning": "; ".join(filter(None, [warning(frame), *gate_lines(frame)])),
         "cells": cells,
         "all_questions": len(every),
