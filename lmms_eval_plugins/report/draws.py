@@ -18,7 +18,7 @@ def pooled(frame: pd.DataFrame) -> pd.DataFrame:
         frame: rows of `table.cell_row`, all of one task and model; also with a column `questions`.
 
     Returns:
-        The frame with one row for all draws: means, in `stderr` the standard deviation of their scores, in `draws` how
+        The frame with one row for all draws: means, the fewest questions of a draw, in `stderr` the standard deviation of their scores, in `draws` how
         many there are, and the option `draws=10` in place of the seed. Rows that stand alone are unchanged.
     """
     plain = frame["options"].map(lambda options: tuple(each for each in options if not each.startswith(SEED)))
@@ -40,6 +40,8 @@ def _joined(draws: pd.DataFrame) -> pd.DataFrame:
         if name in draws:
             first[name] = draws[name].astype(float).mean(skipna=False)
     first["stderr"] = draws["score"].astype(float).std(skipna=False)
+    for name in ("samples", "scored"):
+        first[name] = draws[name].min()
     first["draws"] = len(draws)
     first["options"] = (*(each for each in first["options"] if not each.startswith(SEED)), f"draws={len(draws)}")
     first["series"] = " ".join((first["method"], *first["options"]))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from .appearance import score_scale, short_names
+from .gate import fewer_questions
 from .numbers import fixed, near, share
 from .short_answers import warning
 from .table import by_layer, note, score_text, table_rows
@@ -28,7 +29,7 @@ def latex_tables(frame: pd.DataFrame, title: str) -> str:
     names, shared = short_names(frame)
     frame, title = frame.assign(series=names), "; ".join(filter(None, [title, shared]))
     header, rows = table_rows(frame)
-    caption = " ".join([f"{title}.", note(frame), by_layer(frame), warning(frame)])
+    caption = " ".join([f"{title}.", note(frame), by_layer(frame), fewer_questions(frame), warning(frame)])
     cells = environment(list(map(escaped, header)), [list(map(escaped, row)) for row in rows], caption)
     return f"{cells}\n{scores(frame, title)}"
 

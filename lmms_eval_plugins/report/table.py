@@ -25,6 +25,7 @@ from . import terminal
 from .appearance import score_scale, short_names
 from .draws import explanation, pooled
 from .metrics import tokens_per_correct
+from .gate import fewer_questions
 from .numbers import fixed, kept, near, shares, text_of
 from .short_answers import too_short, warning
 from .terminal import fitted
@@ -80,6 +81,7 @@ def report(
             table_path = folder / ("-".join(filter(None, ["report", name])) + ".md")
             write_text(table_path, markdown(frame, title))
             console.print(terminal_table(frame, title, console.width, table_path.name))
+            print_warning(console, fewer_questions(frame))
             print_warning(console, warning(frame))
             written.append(table_path)
             if frame["score"].notna().any():
@@ -293,10 +295,10 @@ DROPPABLE = ("room", "questions", "tokens/correct", "TTFT", "per token", "answer
 def table_rows(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     """Return header and formatted rows, the same for the terminal and for Markdown."""
     header = [column.format(metric=frame["metric"].iloc[0] or "score") for column in TABLE_COLUMNS]
-    rows, scale = [], score_scale(frame)
+    rows, scale, most = [], score_scale(frame), frame["samples"].max()
     for row in frame.itertuples():
         ttft, tpot = text_of(row.ttft_s, 1, 1e3, " ms"), text_of(row.tpot_s, 1, 1e3, " ms")
-        questions = str(row.samples) if row.scored == row.samples else f"{row.scored} of {row.samples}"
+        questions = str(row.scored) if row.scored == most else f"{row.scored} of {most}"
         kv = [_bytes(row.kv_bytes), _bytes(row.kv_room_bytes)]
         speed, tokens = text_of(row.answers_per_s, 1), text_of(row.tokens_per_correct, 1)
         size = kept(row.realised, row.ratio, row.budget)
@@ -372,9 +374,9 @@ def markdown(frame: pd.DataFrame, title: str) -> str:
 
 
 def markdown_note(frame: pd.DataFrame) -> str:
-    """Return the text under a table: the note, the shares by layer if they say more than the table, and a warning if
-    answers are too short to show compression."""
-    lines = [note(frame), markdown_text(by_layer(frame)), markdown_text(warning(frame))]
+    """Return the text under a table: the note, the shares by layer if they say more than the table, and warnings
+    of unequal questions and of answers too short to show compression."""
+    lines = [note(frame), *map(markdown_text, (by_layer(frame), fewer_questions(frame), warning(frame)))]
     return "\n\n".join(filter(None, lines)) + "\n"
 
 
