@@ -18,8 +18,9 @@ def pooled(frame: pd.DataFrame) -> pd.DataFrame:
         frame: rows of `table.cell_row`, all of one task and model; also with a column `questions`.
 
     Returns:
-        The frame with one row for all draws: means, the fewest questions of a draw, in `stderr` the standard deviation of their scores, in `draws` how
-        many there are, and the option `draws=10` in place of the seed. Rows that stand alone are unchanged.
+        The frame with one row for all draws: means, the fewest questions of a draw, in `stderr` the standard deviation
+        of their scores, in `draws` how many there are, and the option `draws=10` in place of the seed. Rows that stand
+        alone are unchanged.
     """
     plain = frame["options"].map(lambda options: tuple(each for each in options if not each.startswith(SEED)))
     keys = [frame["settings"], frame["method"], plain, frame["ratio"].astype(float), frame["budget"].astype(float)]

@@ -8,17 +8,21 @@ OFTEN = 10  # questions with the same target, from which on it may be guessed
 NAMED = 20  # questions named in one line
 
 
+def most_questions(frame: pd.DataFrame) -> pd.Series:
+    """Return for each row of `table.cell_row` the largest number of questions of a cell with its settings."""
+    return frame.groupby("settings")["samples"].transform("max")
+
+
 def fewer_questions(frame: pd.DataFrame) -> str:
-    """Return a line that names the cells with fewer questions than the others; empty if all have as many.
+    """Return a line that names the cells with fewer questions than others of their settings; empty if there are none.
 
     Args:
-        frame: rows of `table.cell_row`, all of one task, model and settings.
+        frame: rows of `table.cell_row`, all of one task.
     """
-    most = frame["samples"].max()
-    fewer = frame[frame["samples"] < most]
+    fewer = frame.assign(most=most_questions(frame)).query("samples < most")
     if fewer.empty:
         return ""
-    counts = ", ".join(f"{row.series} ({row.asked}) has {row.samples} of {most}" for row in fewer.itertuples())
+    counts = ", ".join(f"{row.series} ({row.asked}) has {row.samples} of {row.most}" for row in fewer.itertuples())
     return f"{frame['task'].iloc[0]}: scores over other questions do not compare: {counts}"
 
 
@@ -49,8 +53,8 @@ def weak_below(base: float) -> float:
 
 
 def gate_lines(group: pd.DataFrame) -> list[str]:
-    """Return a line that names the cells with fewer questions, one that names the questions that are answered blind, and
-    one if the full cache is weak.
+    """Return a line that names the cells with fewer questions, one that names the questions that are answered blind,
+    and one if the full cache is weak.
 
     Args:
         group: as for `answered_blind`. Scores are compared if there is a full cache, whose own are all in [0, 1].

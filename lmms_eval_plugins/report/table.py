@@ -24,8 +24,8 @@ from ..cells.results import exact, load_cells, number_of, score_key, settings_na
 from . import terminal
 from .appearance import score_scale, short_names
 from .draws import explanation, pooled
+from .gate import fewer_questions, most_questions
 from .metrics import tokens_per_correct
-from .gate import fewer_questions
 from .numbers import fixed, kept, near, shares, text_of
 from .short_answers import too_short, warning
 from .terminal import fitted
@@ -295,8 +295,8 @@ DROPPABLE = ("room", "questions", "tokens/correct", "TTFT", "per token", "answer
 def table_rows(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     """Return header and formatted rows, the same for the terminal and for Markdown."""
     header = [column.format(metric=frame["metric"].iloc[0] or "score") for column in TABLE_COLUMNS]
-    rows, scale, most = [], score_scale(frame), frame["samples"].max()
-    for row in frame.itertuples():
+    rows, scale = [], score_scale(frame)
+    for row, most in zip(frame.itertuples(), most_questions(frame), strict=True):
         ttft, tpot = text_of(row.ttft_s, 1, 1e3, " ms"), text_of(row.tpot_s, 1, 1e3, " ms")
         questions = str(row.scored) if row.scored == most else f"{row.scored} of {most}"
         kv = [_bytes(row.kv_bytes), _bytes(row.kv_room_bytes)]
