@@ -59,8 +59,8 @@ def load_grid(
         KVCompressError: a cell without a score, or one that shares no question with the full cache.
     """
     cells, left_out = [], []
-    for folder in folders:
-        own, damaged = read_cells(Path(folder), "[!.]*")
+    for folder in dict.fromkeys(map(Path, folders)):
+        own, damaged = read_cells(folder, "[!.]*")
         if not own and not damaged:
             raise UsageError(f"no finished cell under {str(folder)!r} (expected <method>-<ratio>/{RESULTS_FILE})")
         cells += own

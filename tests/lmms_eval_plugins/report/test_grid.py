@@ -46,6 +46,10 @@ def test_cells_say_share_loyalty_and_speed_up(grid, capsys):
     assert cells["one", "full", "1"]["loyalty"] == 1
 
 
+def test_a_folder_that_is_given_twice_counts_once(grid, capsys):
+    assert found(capsys, *grid, grid[0]) == found(capsys, *grid)
+
+
 def test_headroom_stands_where_random_and_hindsight_have_the_same_ratio(grid, capsys):
     for ratio, answers in ((0.25, "axxx"), (0.5, "axxx")):
         write(grid[0].parents[1], "one", "random", ratio, answers)
