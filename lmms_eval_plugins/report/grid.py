@@ -16,6 +16,7 @@ from .against import MARGIN, against
 from .appearance import score_scale
 from .draws import pooled
 from .groups import grouped, read_cells
+from .headline import headline, why_none
 from .metrics import (
     Headroom,
     area_under_curve,
@@ -29,7 +30,7 @@ from .metrics import (
     speed_up,
 )
 from .numbers import kept, near, share
-from .table import KEPT, headline
+from .table import KEPT
 
 GROUP = ["task", "model", "settings"]  # only cells of one group are compared with each other
 
@@ -69,7 +70,7 @@ def load_grid(
         raise UsageError(left_out[0])
     for cell in cells:
         if headline(cell, metric, metric_filter) is None:
-            raise KVCompressError(f"{cell['folder']} has no score (was it run with --predict_only?)")
+            raise KVCompressError(f"{cell['folder']} has {why_none(cell, metric, metric_filter)}")
     grids = []
     for group in grouped(cells, metric, metric_filter, cluster):
         if (group.frame["method"] == "full").any():

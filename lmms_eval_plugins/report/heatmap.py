@@ -24,9 +24,10 @@ from ..cells.errors import EvaluationFailed, UsageError, leave_out
 from . import terminal
 from .appearance import short_names
 from .groups import read_cells
+from .headline import by_question, headline, why_none
 from .numbers import fixed, kept
 from .plots import plain
-from .table import KEPT, by_question, headline, sweep_frame
+from .table import KEPT, sweep_frame
 from .terminal import fitted
 
 MOST_VALUES = 40  # of a column: more would not be legible
@@ -57,7 +58,7 @@ def question_rows(
     for cell in cells:
         found = headline(cell, metric, metric_filter)
         if found is None:
-            leave_out(cell["folder"], "it has no score of that metric and filter")
+            leave_out(cell["folder"], f"it has {why_none(cell, metric, metric_filter)}")
             continue
         summary = sweep_frame([cell], metric, metric_filter).iloc[0]
         of_cell = {name: summary[name] for name in OF_CELL} | {"size": summary["asked"].replace(" ", "=")}

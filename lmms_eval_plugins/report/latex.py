@@ -43,6 +43,7 @@ def scores(frame: pd.DataFrame, title: str) -> str:
     table = scores_by_size(compressed, scale).map(escaped)
     for series, size in _best(compressed, scale):
         table.loc[series, size] = f"\\textbf{{{table.loc[series, size]}}}"
+    rows = table.rename(index=escaped).reset_index().to_numpy().tolist()
     above = [
         f"full cache & \\multicolumn{{{table.shape[1]}}}{{c}}{{{escaped(score_text(row, scale))}}}"
         for row in full.itertuples()
@@ -52,7 +53,6 @@ def scores(frame: pd.DataFrame, title: str) -> str:
         f"{title}: {frame['metric'].iloc[0] or 'score'} by the requested share of the KV entries; in brackets the "
         "share kept, if it differs. Bold: the best of a column among methods that keep the requested share."
     )
-    rows = [[escaped(series), *row] for series, row in zip(table.index, table.to_numpy().tolist(), strict=True)]
     return environment(["method", *map(escaped, table.columns)], rows, caption, above)
 
 

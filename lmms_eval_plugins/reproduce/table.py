@@ -13,9 +13,9 @@ from kvcompress.files import write_text
 
 from ..cells.errors import UsageError
 from ..cells.results import RESULTS_FILE, DamagedFile, read_results
+from ..report.headline import headline
 from ..report.numbers import fixed, near, share
 from ..report.short_answers import EXPLANATION, too_short
-from ..report.table import headline
 from .config import REFERENCE_COLUMNS, Reference, Reproduction
 from .plan import PlannedCell
 

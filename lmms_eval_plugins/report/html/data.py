@@ -30,26 +30,35 @@ CELL_NUMBERS = (
 
 
 def page_data(groups: list[Group]) -> dict[str, Any]:
-    """Return the data of the page, JSON-ready; its `images` maps each file to its data URL."""
+    """Return the data of the page, JSON-ready; its `images` maps each file to its data URL. Draws of a method are one
+    cell, with the answers and kept tokens of the first."""
     images: dict[str, str | None] = {}
-    shown = [page_group(group, [_entries(cell["folder"], images) for cell in group.cells]) for group in groups]
+    shown = []
+    for group in groups:
+        frame = pooled(with_loyalty(group.frame))
+        cells = [group.cells[place] for place in frame.index]
+        shown.append(page_group(Group(cells, frame), [_entries(cell["folder"], images) for cell in cells]))
     return {"groups": shown, "images": {file: url for file, url in images.items() if url}}
 
 
+def with_loyalty(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the frame of a `Group` with the column `loyalty`, the share of answers that are the full cache's."""
+    full = frame["questions"].iloc[0] if frame["method"].iloc[0] == "full" else None
+    return frame.assign(loyalty=[None if full is None else same_answers(own, full) for own in frame["questions"]])
+
+
 def page_group(group: Group, entries: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return the data of one group. Draws of a method are one cell, with the answers and kept tokens of the first.
+    """Return the data of one group.
 
     Args:
-        entries: of each cell of the group, as from `read_kept_tokens`.
+        group: its frame also has `loyalty`, see `with_loyalty`.
+        entries: of each cell, as from `read_kept_tokens`.
     """
-    first = group.frame["questions"].iloc[0] if group.frame["method"].iloc[0] == "full" else None
-    same = [None if first is None else same_answers(own, first) for own in group.frame["questions"]]
-    frame = pooled(group.frame.assign(loyalty=same))
-    entries = [entries[place] for place in frame.index]
+    frame = group.frame
     overlays = overlay_data(entries)
     needed = needs_by_question(entries)
     parts, tests = headrooms(frame), against_full(frame)
-    varied = varied_options([group.cells[place]["protocol"] for place in frame.index])
+    varied = varied_options([cell["protocol"] for cell in group.cells])
     marks, cells = markers(dict(zip(frame["series"], frame["method"], strict=True))), []
     for index, row in enumerate(frame.itertuples()):
         cells.append(

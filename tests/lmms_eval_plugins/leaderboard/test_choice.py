@@ -107,6 +107,7 @@ def test_a_submission_of_tables_alone_is_a_page(tmp_path, capsys):
         ({"entries": [{"method": "a", "ratio": 0.5, "scores": [float("nan")]}]}, "scores.0 Input should be"),
         ({"tables": 1}, "tables Input should be a valid array"),
         ({"clusters": ["a"]}, "all entries need the same questions, not [1, 80]"),
+        ({"clusters": []}, "all entries need the same questions, not [0, 80]"),
         ({"regime": 1}, "tables.0.regime Input should be a valid string"),
     ],
 )
