@@ -13,6 +13,8 @@ from kvcompress.files import check_output, write_text
 from kvcompress.flag_types import path
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from matplotlib.figure import Figure
 
 FOLDER = Path("benchmarks/results")
@@ -42,13 +44,21 @@ def tasks_parser(name: str, doc: str, tasks: Iterable[str], *flags: str) -> argp
     return this
 
 
-def save(figure: "Figure", file: Path, dpi: int = 130) -> None:
-    """Write a figure of matplotlib's pyplot, and close it."""
+def pyplot() -> "ModuleType":
+    """Return matplotlib's pyplot, which takes a second to import, without a display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def save(figure: "Figure", file: Path, dpi: int = 130) -> None:
+    """Write a figure of `pyplot`, and close it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=dpi)
-    plt.close(figure)
+    pyplot().close(figure)
 
 
 def put(page_file: Path, benchmark: str, name: str, text: str) -> None:
