@@ -55,10 +55,7 @@ def _joined(draws: pd.DataFrame) -> pd.DataFrame:
 
 def _mean_questions(frames: list[pd.DataFrame]) -> pd.DataFrame:
     """Return the mean over draws of each question's numbers, with the first draw's answer."""
-    numbers = ["score", "seconds", "tokens_out"]
-    means = (
-        pd.concat([frame[numbers] for frame in frames]).groupby(level=[0, 1]).agg(lambda own: own.mean(skipna=False))
-    )
-    first = pd.concat(frames)
-    first = first[~first.index.duplicated()].sort_index()
-    return first.assign(**means)
+    every = pd.concat(frames)
+    numbers = every[["score", "seconds", "tokens_out"]].astype(float)
+    means = numbers.groupby(level=[0, 1]).mean().where(numbers.notna().groupby(level=[0, 1]).all())
+    return every[~every.index.duplicated()].sort_index().assign(**means)

@@ -51,12 +51,13 @@ def load_grid(
         A frame with one row per cell, or for all draws of one (see `pooled`). Its columns are those of
         `table.sweep_frame`, but `size` is text (`0.2`, `budget=64`), and `questions` (see `groups.question_frame`),
         `full` (the full cache's score), `relative`, `loyalty`, `speed_up`.
-        A line for each thing left out: a damaged cell, or a set of settings without a cell of the full cache.
+        A line for each thing left out: a damaged cell, or a set of settings without a cell of the full cache that
+        scores above 0.
         If a cell answered other questions than the full cache, `relative`, `loyalty` and `speed_up` are of those that
         both answered.
 
     Raises:
-        UsageError: a folder without cells, no full cache at all, or a question without the field `cluster`.
+        UsageError: a folder without cells, nothing but what is left out, or a question without the field `cluster`.
         KVCompressError: a cell without a score, or one that shares no question with the full cache.
     """
     cells, left_out = [], []
@@ -73,13 +74,15 @@ def load_grid(
             raise KVCompressError(f"{cell['folder']} has {why_none(cell, metric, metric_filter)}")
     grids = []
     for group in grouped(cells, metric, metric_filter, cluster):
-        if (group.frame["method"] == "full").any():
-            grids.append(_against_full(group.frame))
-        else:
+        first, title = group.frame.iloc[0], title_of(group.frame[GROUP].iloc[0])
+        if first["method"] != "full":
             left_out.append(
-                f"{title_of(group.frame[GROUP].iloc[0])}: no cell of the full cache to compare with; run the same "
-                "command with METHOD full too"
+                f"{title}: no cell of the full cache to compare with; run the same command with METHOD full too"
             )
+        elif first["score"] <= 0:
+            left_out.append(f"{title}: the full cache scores {first['score']:g}: a share of that is meaningless")
+        else:
+            grids.append(_against_full(group.frame))
     if not grids:
         raise UsageError(left_out[-1])
     return pd.concat(grids, ignore_index=True), left_out

@@ -186,6 +186,16 @@ def test_cells_of_other_settings_are_not_compared_and_what_is_left_out_is_said(t
     assert error.startswith("left out: one, m (limit=2): no cell of the full cache")
 
 
+def test_a_task_on_which_the_full_cache_scores_nothing_is_left_out_and_named(grid, tmp_path, capsys):
+    nothing = write(tmp_path, "three", "full", 1.0, "xxxx")
+    write(tmp_path, "three", "knorm", 0.5, "axxx")
+    line = "three, m: the full cache scores 0: a share of that is meaningless\n"
+    code, text, error = command(capsys, *grid, nothing)
+    assert (code, error) == (0, f"left out: {line}")
+    assert text == command(capsys, *grid)[1]
+    assert command(capsys, nothing) == (2, "", f"error: {line}")
+
+
 def test_a_method_with_two_series_has_to_be_named_in_full(grid, tmp_path, capsys):
     write(tmp_path, "one", "knorm", 0.5, "xxxx", options={"merge": "pivot"})
     code, _, error = command(capsys, grid[0], "--compare", "knorm", "snapkv")
