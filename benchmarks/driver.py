@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvcompress.bench.flags import add_flags
@@ -13,8 +14,6 @@ from kvcompress.files import check_output, write_text
 from kvcompress.flag_types import path
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from matplotlib.figure import Figure
 
 FOLDER = Path("benchmarks/results")
@@ -44,7 +43,7 @@ def tasks_parser(name: str, doc: str, tasks: Iterable[str], *flags: str) -> argp
     return this
 
 
-def pyplot() -> "ModuleType":
+def pyplot() -> ModuleType:
     """Return matplotlib's pyplot, which takes a second to import, without a display."""
     import matplotlib
 
