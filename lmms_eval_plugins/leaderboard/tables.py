@@ -52,9 +52,9 @@ class Table(BaseModel):
 
     @model_validator(mode="after")
     def has_equal_questions(self) -> "Table":
-        counts = {len(entry.scores) for entry in self.entries} | (
-            set() if self.clusters is None else {len(self.clusters)}
-        )
+        counts = {len(entry.scores) for entry in self.entries}
+        if self.clusters is not None:
+            counts.add(len(self.clusters))
         if len(counts) > 1:
             raise ValueError(f"{self.task}: all entries need the same questions, not {sorted(counts)}")
         return self

@@ -23,7 +23,7 @@ def fewer_questions(frame: pd.DataFrame) -> str:
     if fewer.empty:
         return ""
     counts = ", ".join(f"{row.series} ({row.asked}) has {row.samples} of {row.most}" for row in fewer.itertuples())
-    return f"{frame['task'].iloc[0]}: scores over other questions do not compare: {counts}"
+    return f"{frame['task'].iloc[0]}: scores over different questions do not compare: {counts}"
 
 
 def answered_blind(group: pd.DataFrame) -> list[tuple[str, int]]:
@@ -59,7 +59,7 @@ def gate_lines(group: pd.DataFrame) -> list[str]:
     Args:
         group: as for `answered_blind`. Scores are compared if there is a full cache, whose own are all in [0, 1].
     """
-    lines, task = [line for line in [fewer_questions(group)] if line], group["task"].iloc[0]
+    lines, task = list(filter(None, [fewer_questions(group)])), group["task"].iloc[0]
     full, blind = group[group["method"] == "full"], group[group["method"] == "blind"]
     if full.empty:
         return lines

@@ -43,7 +43,7 @@ def test_questions_that_are_answered_blind_are_named(tmp_path, capsys):
 def test_a_cell_with_fewer_questions_than_the_others_is_marked_wherever_its_score_is_shown(tmp_path, capsys):
     folder = write(tmp_path, "full", range(40))
     write_answers(tmp_path, "one", "snapkv", 0.5, TRUTH[:30], TRUTH[:30])
-    line = "one: scores over other questions do not compare: snapkv (0.5) has 30 of 40"
+    line = "one: scores over different questions do not compare: snapkv (0.5) has 30 of 40"
     assert warnings(capsys, folder)[0] == [line]
     assert page_data(load_groups(folder))["groups"][0]["warning"] == line
     assert table([str(folder)]) == 0
