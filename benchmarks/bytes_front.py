@@ -18,7 +18,7 @@ from kvcompress.bench.timing import table
 from kvcompress.errors import KVCompressError
 from kvcompress.files import write_text
 
-from .driver import start, tasks_parser
+from .driver import pyplot, save, start, tasks_parser
 from .method_cells import RATIOS, Answers, Cell, Column, Protocol, Task, compute
 from .method_table import Estimate, wrapped
 from .method_tasks import TASKS
@@ -140,11 +140,7 @@ def report(task: Task, points: list[Point]) -> str:
 
 
 def plot(task: Task, points: list[Point], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, axis = plt.subplots(figsize=(7, 4.2))
     markers = {"full": "*", "evict": "o", "quantize": "s", CHANNELS: "D", "both": "^"}
     for number, (kind, marker) in enumerate(markers.items()):
@@ -166,8 +162,7 @@ def plot(task: Task, points: list[Point], path: Path) -> None:
     axis.set_title(f"{task.name}: the grey line is the front", fontsize=10)
     axis.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path, dpi=110)
 
 
 def main(argv: list[str]) -> None:

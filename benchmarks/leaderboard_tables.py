@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lmms_eval_plugins.leaderboard.choice import NOT_CHOSEN, choose
+from lmms_eval_plugins.leaderboard.choice import choose
 from lmms_eval_plugins.leaderboard.tables import Entry, Table
 
 from . import ruler, verdict
@@ -96,7 +96,7 @@ def sentences(found: list[Table]) -> str:
     lines = []
     for table in found:
         full = next(entry.scores for entry in table.entries if entry.method == "full")
-        scores = {(one.method, one.ratio): one.scores for one in table.entries if one.method not in NOT_CHOSEN}
+        scores = {(one.method, one.ratio): one.scores for one in table.entries}
         if (chosen := choose(scores, full, table.clusters)) is not None:
             drops = ", by dropping vision tokens" * (table.protocol["ratio_of"] == "vision")
             name = f"**{table.regime[0].upper()}{table.regime[1:]}** ({table.task}, {table.model}){drops}"

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcompress.flag_types import path
 
-from .driver import RESULTS, new_parser, save, start
+from .driver import RESULTS, new_parser, pyplot, save, start
 
 FIGURE = Path(__file__).parent.parent / "docs" / "images" / "methods-compared.png"
 TITLES = {
@@ -57,11 +57,7 @@ class Panel:
 def draw(panels: dict[str, Panel], path: Path) -> None:
     """Draw a panel for each task, with the same methods from top to bottom, in the order of the first table; methods
     that keep a different share than requested come last."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     methods = list(dict.fromkeys(method for panel in panels.values() for method in panel.rows))
     methods.sort(key=lambda method: any(method in panel.keeps_more for panel in panels.values()))
     widths = [len(panel.ratios) for panel in panels.values()]

@@ -36,9 +36,10 @@ from kvcompress.bench.timing import table
 from kvcompress.files import write_text
 from kvcompress.flag_types import path
 from kvcompress.tokens import TokenMethod
+from lmms_eval_plugins.report.against import text_of_p
 from lmms_eval_plugins.report.significance import ALPHA, Comparison, holm, paired_test
 
-from .driver import save, start, tasks_parser
+from .driver import pyplot, save, start, tasks_parser
 from .method_cells import Answers, Cell, Column, Protocol, Task, cells_of, compute
 from .method_tasks import TASKS
 
@@ -159,8 +160,7 @@ def regime_table(rows: list[Row]) -> str:
         difference = (
             f"{100 * row.against.difference:+.1f} [{100 * row.against.low:+.1f}, {100 * row.against.high:+.1f}]"
         )
-        p_value = "<0.0001" if row.p_value < 1e-4 else f"{row.p_value:.4f}"
-        lines.append([row.method, f"{row.score:.1f}", difference, p_value, row.verdict])
+        lines.append([row.method, f"{row.score:.1f}", difference, text_of_p(row.p_value), row.verdict])
     return table(["method", "right, %", "against chance, points", "p (Holm)", "verdict"], lines, names=1)
 
 
@@ -195,11 +195,7 @@ def report(regimes: dict[str, Regime]) -> str:
 
 def draw(regimes: dict[str, Regime], figure: Path) -> None:
     """Draw a panel per regime: each KV method's difference from chance with its interval."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     colours = {"better": "tab:blue", "equal": "0.3", "open": "0.65", "worse": "tab:red"}
     best = sorted(
         {row.method for regime in regimes.values() for row in regime.rows[0]},

@@ -42,9 +42,9 @@ SCHEMA = pa.schema(
 )
 
 
-def compress_image(pixels: np.ndarray) -> bytes:
+def compress_image(pixels: np.ndarray, quality: int = WEBP_QUALITY) -> bytes:
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "WEBP", quality=WEBP_QUALITY, method=6)
+    Image.fromarray(pixels).save(file, "WEBP", quality=quality, method=6)
     return file.getvalue()
 
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from ..report.against import against
 from ..report.appearance import markers, score_scale
+from ..report.draws import SEED
 from ..report.groups import Group
 from ..report.html.data import cell_data, number, same_answers, test_data
 from ..report.short_answers import warning
@@ -124,15 +126,17 @@ def board(
 
 def _choice(rows: list[Row]) -> dict[str, Any]:
     """Return what `choice.py` says about rows of one model that answered all questions of the table; without a full
-    cache there is nothing to choose, but some are best."""
+    cache there is nothing to choose, but some are best. Draws of a method count as one, with their mean scores."""
     reference = next((row.full for row in rows if row.full is not None), None)
     asked = rows[0].framed["questions"] if reference is None else reference
-    scores = {}
+    draws: dict[tuple[str, float], list[pd.Series]] = {}
     for row in rows:
         own, is_full = row.framed["questions"], row.shown["method"] == "full"
         is_comparable = not is_full and (row.full is not None or reference is None) and pd.notna(row.framed["ratio"])
         if is_comparable and own.index.equals(asked.index) and not own["score"].isna().any():
-            scores[row.shown["variant"], float(row.framed["ratio"])] = own["score"]
+            name = " ".join(word for word in row.shown["variant"].split(" ") if not word.startswith(SEED))
+            draws.setdefault((name, float(row.framed["ratio"])), []).append(own["score"])
+    scores = {key: np.mean(each, axis=0) for key, each in draws.items()}
     if asked["score"].isna().any() or not scores:
         return {"choice": None, "best": []}
     chosen = None if reference is None else choose(scores, reference["score"], list(reference["cluster"]))

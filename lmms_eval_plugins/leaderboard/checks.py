@@ -18,20 +18,15 @@ from kvcompress.files import UNFINISHED
 
 from ..cells.results import RESULTS_FILE, Cell, DamagedFile, dumps, number_of, read_cell, score_key
 from ..model.input_methods import method_options
-from ..report.table import headline
+from ..report.headline import headline
 from . import plausible
 from .protocol import holds_full, protocol_of
 
 VERSIONS = ("kvcompress", "torch", "transformers", "lmms-eval")
 ENVIRONMENT = ("versions", "python", "device", "dtype", "attn_implementation", "processes", "config")
 PARTS = ("protocol", "results", "configs", "n-samples", "efficiency", "environment", "fingerprint", "date")
-MEDIANS = (
-    "ttft_s",
-    "tpot_s",
-    "tokens_in",
-    "tokens_out",
-    "kv_held_bytes",
-)  # quantities of rows whose medians are in the summary
+# Quantities of rows whose medians are in the summary.
+MEDIANS = ("ttft_s", "tpot_s", "tokens_in", "tokens_out", "kv_held_bytes")
 Content = tuple[dict[str, Any], list[dict[str, Any]]]
 
 

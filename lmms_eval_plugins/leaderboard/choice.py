@@ -18,6 +18,11 @@ FEWEST_QUESTIONS = 20  # in each half
 BEST = 8  # methods of the plot
 
 
+def may_be_chosen(variant: str) -> bool:
+    """Return whether a method, written with its options, is none of `NOT_CHOSEN`."""
+    return variant.partition(" ")[0] not in NOT_CHOSEN
+
+
 @dataclass(frozen=True)
 class Choice:
     """The smallest ratio at which a method loses less than `MARGIN` points. At each ratio, from the largest down, the
@@ -62,7 +67,7 @@ def choose(
         clusters: what each question belongs to, (questions,); a cluster is never divided. Default: each question is one
             of its own.
     """
-    tried = {key: np.asarray(own, float) for key, own in scores.items() if key[0] not in NOT_CHOSEN}
+    tried = {key: np.asarray(own, float) for key, own in scores.items() if may_be_chosen(key[0])}
     methods = {method for method, _ in tried}
     codes = np.arange(len(full)) if clusters is None else pd.factorize(np.asarray(clusters, object))[0]
     first, full = codes % 2 == 0, np.asarray(full, float)
@@ -85,9 +90,9 @@ def choose(
 
 def best_methods(scores: Mapping[tuple[str, float], Numbers]) -> list[str]:
     """Return the `BEST` methods by the mean over the ratios that all have (if there is none, over each one's own),
-    best first, then `hindsight` if it is there."""
+    best first, then `hindsight` if it is there. `scores`: as for `choose`, without the full cache."""
     frame = pd.Series({key: float(np.mean(own)) for key, own in scores.items()}).unstack()
     common = frame.dropna(axis="columns")
     means = (frame if common.empty else common).mean(axis="columns").sort_values(ascending=False, kind="stable")
-    chosen = [method for method in means.index if method not in NOT_CHOSEN][:BEST]
-    return [*chosen, *(["hindsight"] if "hindsight" in means.index else [])]
+    chosen = list(filter(may_be_chosen, means.index))
+    return [*chosen[:BEST], *means.index.difference(chosen, sort=False)]

@@ -83,6 +83,6 @@ def write(folders: list[Path], out: Path) -> int:
     boards = leaderboard(rows, tables)
     write_page(out, "KV-cache compression: leaderboard", boards, TEMPLATES, "board")
     count = sum(len(each["cells"]) for each in boards["boards"])
-    tables = "1 table" if len(boards["boards"]) == 1 else f"{len(boards['boards'])} tables"
-    print(f"written: {out} ({count} rows in {tables}, {out.stat().st_size / 1e3:.0f} kB)")
+    parts = [f"{n} {what}{'s' * (n != 1)}" for n, what in ((count, "row"), (len(boards["boards"]), "table"))]
+    print(f"written: {out} ({' in '.join(parts)}, {out.stat().st_size / 1e3:.0f} kB)")
     return 0

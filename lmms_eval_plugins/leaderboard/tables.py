@@ -1,7 +1,7 @@
 """`tables.json` in a submission: tables of many methods with the score of every question, but without times."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -14,6 +14,7 @@ from ..report.html.data import CELL_NUMBERS, cell_data
 from .boards import Row, board, interval
 
 FILE = "tables.json"
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Entry(BaseModel):
@@ -23,8 +24,8 @@ class Entry(BaseModel):
     model_config = ConfigDict(extra="forbid")
     method: str
     ratio: float | None = Field(gt=0, le=1)
-    scores: list[float] = Field(min_length=1)
-    kept: float | None = None
+    scores: list[Share] = Field(min_length=1)
+    kept: Share | None = None
 
 
 class Table(BaseModel):
@@ -51,7 +52,9 @@ class Table(BaseModel):
 
     @model_validator(mode="after")
     def has_equal_questions(self) -> "Table":
-        counts = {len(entry.scores) for entry in self.entries} | ({len(self.clusters)} if self.clusters else set())
+        counts = {len(entry.scores) for entry in self.entries}
+        if self.clusters is not None:
+            counts.add(len(self.clusters))
         if len(counts) > 1:
             raise ValueError(f"{self.task}: all entries need the same questions, not {sorted(counts)}")
         return self

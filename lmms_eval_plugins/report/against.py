@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pandas as pd
 
-from .numbers import fixed
+from .numbers import fixed, text_of
 from .significance import holm, least_difference, paired_test, questions_needed
 
 MARGIN = 2.0  # points
@@ -101,23 +101,13 @@ def columns(tests: pd.DataFrame, margin: float, has_power: bool = False) -> tupl
             continue
         count = f"{row.questions:.0f}" + ("" if row.questions == row.answered else f" of {row.answered}")
         interval = f"[{signed(row.low)}, {signed(row.high)}]"
-        turned = ["-" if math.isnan(value) else f"{value:.0f}" for value in (row.broken, row.mended)]
-        lengths = f"{fixed(row.tokens_out, 1)} ({fixed(row.reference_tokens_out, 1)})"
-        power = [fixed(row.detects, 1), f"{row.needed:.0f}"] if row.deviation else ["-", "-"]
-        p_values = [text_of_p(row.p_value), text_of_p(row.holm)]
-        is_safe = "yes" if row.not_worse else "not shown"
-        rows.append(
-            [
-                count,
-                signed(row.difference),
-                interval,
-                *p_values,
-                is_safe,
-                *turned,
-                lengths,
-                *(power if has_power else []),
-            ]
-        )
+        cells = [count, signed(row.difference), interval, text_of_p(row.p_value), text_of_p(row.holm)]
+        cells.append("yes" if row.not_worse else "not shown")
+        cells += [text_of(value, 0) for value in (row.broken, row.mended)]
+        cells.append(f"{fixed(row.tokens_out, 1)} ({fixed(row.reference_tokens_out, 1)})")
+        if has_power:
+            cells += [fixed(row.detects, 1), f"{row.needed:.0f}"] if row.deviation else ["-", "-"]
+        rows.append(cells)
     return header, rows
 
 

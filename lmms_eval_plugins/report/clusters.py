@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..cells.errors import UsageError
-from .table import Headline
+from .headline import Headline
 
 
 def cluster_of(cell: dict[str, Any], sample: dict[str, Any], found: Headline | None, key: str | None = None) -> str:

@@ -18,8 +18,9 @@ def pooled(frame: pd.DataFrame) -> pd.DataFrame:
         frame: rows of `table.cell_row`, all of one task and model; also with a column `questions`.
 
     Returns:
-        The frame with one row for all draws: means, in `stderr` the standard deviation of their scores, in `draws` how
-        many there are, and the option `draws=10` in place of the seed. Rows that stand alone are unchanged.
+        The frame with one row for all draws: means, the fewest questions of a draw, in `stderr` the standard deviation
+        of their scores, in `draws` how many there are, and the option `draws=10` in place of the seed. Rows that stand
+        alone are unchanged.
     """
     plain = frame["options"].map(lambda options: tuple(each for each in options if not each.startswith(SEED)))
     keys = [frame["settings"], frame["method"], plain, frame["ratio"].astype(float), frame["budget"].astype(float)]
@@ -29,12 +30,19 @@ def pooled(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([_joined(draws) if len(draws) > 1 else draws for draws in groups]).infer_objects()
 
 
+def explanation(frame: pd.DataFrame) -> str:
+    """Explain the option `draws=N` of a `pooled` frame; empty if no row has it."""
+    return "draws=N: mean of N seeds, ± their standard deviation." if (frame["draws"] > 1).any() else ""
+
+
 def _joined(draws: pd.DataFrame) -> pd.DataFrame:
     first = draws.iloc[0].copy()
     for name in MEANS:
         if name in draws:
             first[name] = draws[name].astype(float).mean(skipna=False)
     first["stderr"] = draws["score"].astype(float).std(skipna=False)
+    for name in ("samples", "scored"):
+        first[name] = draws[name].min()
     first["draws"] = len(draws)
     first["options"] = (*(each for each in first["options"] if not each.startswith(SEED)), f"draws={len(draws)}")
     first["series"] = " ".join((first["method"], *first["options"]))
@@ -47,10 +55,7 @@ def _joined(draws: pd.DataFrame) -> pd.DataFrame:
 
 def _mean_questions(frames: list[pd.DataFrame]) -> pd.DataFrame:
     """Return the mean over draws of each question's numbers, with the first draw's answer."""
-    numbers = ["score", "seconds", "tokens_out"]
-    means = (
-        pd.concat([frame[numbers] for frame in frames]).groupby(level=[0, 1]).agg(lambda own: own.mean(skipna=False))
-    )
-    first = pd.concat(frames)
-    first = first[~first.index.duplicated()].sort_index()
-    return first.assign(**means)
+    every = pd.concat(frames)
+    numbers = every[["score", "seconds", "tokens_out"]].astype(float)
+    means = numbers.groupby(level=[0, 1]).mean().where(numbers.notna().groupby(level=[0, 1]).all())
+    return every[~every.index.duplicated()].sort_index().assign(**means)

@@ -1,10 +1,29 @@
-"""What a task's questions can show: which of them the model answers blind, and whether the full cache is weak."""
+"""What a task's questions can show: which cells lack some, which the model answers blind, whether the full cache is
+weak."""
 
 import pandas as pd
 
 RIGHT = 0.5  # least score of a question that counts as answered
 OFTEN = 10  # questions with the same target, from which on it may be guessed
 NAMED = 20  # questions named in one line
+
+
+def most_questions(frame: pd.DataFrame) -> pd.Series:
+    """Return for each row of `table.cell_row` the largest number of questions of a cell with its settings."""
+    return frame.groupby("settings")["samples"].transform("max")
+
+
+def fewer_questions(frame: pd.DataFrame) -> str:
+    """Return a line that names the cells with fewer questions than others of their settings; empty if there are none.
+
+    Args:
+        frame: rows of `table.cell_row`, all of one task.
+    """
+    fewer = frame.assign(most=most_questions(frame)).query("samples < most")
+    if fewer.empty:
+        return ""
+    counts = ", ".join(f"{row.series} ({row.asked}) has {row.samples} of {row.most}" for row in fewer.itertuples())
+    return f"{frame['task'].iloc[0]}: scores over different questions do not compare: {counts}"
 
 
 def answered_blind(group: pd.DataFrame) -> list[tuple[str, int]]:
@@ -34,12 +53,13 @@ def weak_below(base: float) -> float:
 
 
 def gate_lines(group: pd.DataFrame) -> list[str]:
-    """Return a line that names the questions that are answered blind, and one if the full cache is weak.
+    """Return a line that names the cells with fewer questions, one that names the questions that are answered blind,
+    and one if the full cache is weak.
 
     Args:
         group: as for `answered_blind`. Scores are compared if there is a full cache, whose own are all in [0, 1].
     """
-    lines, task = [], group["task"].iloc[0]
+    lines, task = list(filter(None, [fewer_questions(group)])), group["task"].iloc[0]
     full, blind = group[group["method"] == "full"], group[group["method"] == "blind"]
     if full.empty:
         return lines

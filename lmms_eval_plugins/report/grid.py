@@ -16,6 +16,7 @@ from .against import MARGIN, against
 from .appearance import score_scale
 from .draws import pooled
 from .groups import grouped, read_cells
+from .headline import headline, why_none
 from .metrics import (
     Headroom,
     area_under_curve,
@@ -29,7 +30,7 @@ from .metrics import (
     speed_up,
 )
 from .numbers import kept, near, share
-from .table import KEPT, headline
+from .table import KEPT
 
 GROUP = ["task", "model", "settings"]  # only cells of one group are compared with each other
 
@@ -50,17 +51,18 @@ def load_grid(
         A frame with one row per cell, or for all draws of one (see `pooled`). Its columns are those of
         `table.sweep_frame`, but `size` is text (`0.2`, `budget=64`), and `questions` (see `groups.question_frame`),
         `full` (the full cache's score), `relative`, `loyalty`, `speed_up`.
-        A line for each thing left out: a damaged cell, or a set of settings without a cell of the full cache.
+        A line for each thing left out: a damaged cell, or a set of settings without a cell of the full cache that
+        scores above 0.
         If a cell answered other questions than the full cache, `relative`, `loyalty` and `speed_up` are of those that
         both answered.
 
     Raises:
-        UsageError: a folder without cells, no full cache at all, or a question without the field `cluster`.
+        UsageError: a folder without cells, nothing but what is left out, or a question without the field `cluster`.
         KVCompressError: a cell without a score, or one that shares no question with the full cache.
     """
     cells, left_out = [], []
-    for folder in folders:
-        own, damaged = read_cells(Path(folder), "[!.]*")
+    for folder in dict.fromkeys(map(Path, folders)):
+        own, damaged = read_cells(folder, "[!.]*")
         if not own and not damaged:
             raise UsageError(f"no finished cell under {str(folder)!r} (expected <method>-<ratio>/{RESULTS_FILE})")
         cells += own
@@ -69,16 +71,18 @@ def load_grid(
         raise UsageError(left_out[0])
     for cell in cells:
         if headline(cell, metric, metric_filter) is None:
-            raise KVCompressError(f"{cell['folder']} has no score (was it run with --predict_only?)")
+            raise KVCompressError(f"{cell['folder']} has {why_none(cell, metric, metric_filter)}")
     grids = []
     for group in grouped(cells, metric, metric_filter, cluster):
-        if (group.frame["method"] == "full").any():
-            grids.append(_against_full(group.frame))
-        else:
+        first, title = group.frame.iloc[0], title_of(group.frame[GROUP].iloc[0])
+        if first["method"] != "full":
             left_out.append(
-                f"{title_of(group.frame[GROUP].iloc[0])}: no cell of the full cache to compare with; run the same "
-                "command with METHOD full too"
+                f"{title}: no cell of the full cache to compare with; run the same command with METHOD full too"
             )
+        elif first["score"] <= 0:
+            left_out.append(f"{title}: the full cache scores {first['score']:g}: a share of that is meaningless")
+        else:
+            grids.append(_against_full(group.frame))
     if not grids:
         raise UsageError(left_out[-1])
     return pd.concat(grids, ignore_index=True), left_out

@@ -17,7 +17,8 @@ from kvcompress.files import UNFINISHED
 from ..cells.errors import leave_out
 from ..cells.results import RESULTS_FILE, DamagedFile, read_cell, tokens_out
 from .clusters import cluster_of
-from .table import by_question, headline, sweep_frame
+from .headline import by_question, headline
+from .table import sweep_frame
 
 MOST_GOLD = 4  # accepted answers shown per question
 MEASURED = ("tokens_in", "vision_tokens", "ttft_s", "tpot_s", "kv_bytes_prompt")

@@ -4,7 +4,7 @@ import argparse
 import math
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from ..cells.errors import EvaluationFailed, UsageError, leave_out
 from . import terminal
 from .appearance import short_names
 from .groups import read_cells
+from .headline import by_question, headline, why_none
 from .numbers import fixed, kept
 from .plots import plain
-from .table import KEPT, by_question, headline, sweep_frame
+from .table import KEPT, sweep_frame
 from .terminal import fitted
 
 MOST_VALUES = 40  # of a column: more would not be legible
@@ -44,7 +45,7 @@ def question_rows(
     root: Path, columns: Sequence[str], metric: str | None = None, metric_filter: str | None = None
 ) -> pd.DataFrame:
     """Return one row per question of every finished cell in `root`: `settings`, `series`, `size`, `kept`, `metric`,
-    `score` and the requested columns of the task's documents (`named`), None if a question lacks one.
+    `score` and the requested columns of the task's documents (`named`), None if a question has no text or number there.
 
     Raises EvaluationFailed if no finished cell has a score per question; KVCompressError for a column that the task
     does not have.
@@ -57,15 +58,16 @@ def question_rows(
     for cell in cells:
         found = headline(cell, metric, metric_filter)
         if found is None:
-            leave_out(cell["folder"], "it has no score of that metric and filter")
+            leave_out(cell["folder"], f"it has {why_none(cell, metric, metric_filter)}")
             continue
         summary = sweep_frame([cell], metric, metric_filter).iloc[0]
         of_cell = {name: summary[name] for name in OF_CELL} | {"size": summary["asked"].replace(" ", "=")}
         for sample, score in by_question(cell, cell["samples"], found):
             document = sample.get("doc") or {}
-            known |= {key for key, value in document.items() if isinstance(value, str | int | float)}
+            values = {key: value for key, value in document.items() if isinstance(value, str | int | float)}
+            known |= values.keys()
             if not math.isnan(score):
-                rows.append({**of_cell, "score": score, **{named(name): document.get(name) for name in columns}})
+                rows.append({**of_cell, "score": score, **{named(name): values.get(name) for name in columns}})
     if not rows:
         raise EvaluationFailed(f"no finished cell with a score per question under {str(root)!r}")
     for name in columns:
@@ -89,7 +91,7 @@ def draw(table: pd.DataFrame, x: str, y: str, title: str, metric: str, path: Pat
         series: list(dict.fromkeys(cells.sort_values("kept", ascending=False)["size"]))
         for series, cells in ((series, table[table["series"] == series]) for series in order)
     }
-    xs, ys = (sorted(table[name].unique()) for name in (x, y))
+    xs, ys = (_ordered(table[name].unique()) for name in (x, y))
     most = max(map(len, sizes.values()))
     beside = max(1, min(len(sizes), PANELS // most)) if most == 1 or len(sizes) > FEW else 1  # methods in a row
     width, height = max(2.2, 0.5 * len(xs) + 0.6), max(1.7, 0.3 * len(ys) + 0.9)
@@ -152,7 +154,13 @@ def _write_values(axis: plt.Axes, grid: pd.DataFrame, limits: tuple[float, float
 
 
 def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, int | float) else str(value)
+    is_fraction = isinstance(value, float) and not value.is_integer()
+    return f"{value:g}" if is_fraction else str(int(value) if isinstance(value, float) else value)
+
+
+def _ordered(values: Iterable[Any]) -> list[Any]:
+    """Sort values of a column, numbers before text."""
+    return sorted(values, key=lambda value: (isinstance(value, str), value))
 
 
 def by_column(rows: pd.DataFrame, column: str, width: int, elsewhere: str) -> Table:
@@ -163,7 +171,7 @@ def by_column(rows: pd.DataFrame, column: str, width: int, elsewhere: str) -> Ta
         elsewhere: the file that holds what does not fit.
     """
     scale = 100 if rows["score"].between(0, 1).all() else 1
-    values = sorted(rows[column].dropna().unique())
+    values = _ordered(rows[column].dropna().unique())
     cells = rows.drop_duplicates(["series", "size"]).sort_values(["series", "kept"], ascending=[True, False])
     cells = cells.sort_values("series", key=lambda names: names != "full", kind="stable")
     names, shared = short_names(cells)

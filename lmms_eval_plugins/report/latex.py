@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from .appearance import score_scale, short_names
+from .gate import fewer_questions
 from .numbers import fixed, near, share
 from .short_answers import warning
 from .table import by_layer, note, score_text, table_rows
@@ -28,7 +29,7 @@ def latex_tables(frame: pd.DataFrame, title: str) -> str:
     names, shared = short_names(frame)
     frame, title = frame.assign(series=names), "; ".join(filter(None, [title, shared]))
     header, rows = table_rows(frame)
-    caption = " ".join([f"{title}.", note(frame), by_layer(frame), warning(frame)])
+    caption = " ".join([f"{title}.", note(frame), by_layer(frame), fewer_questions(frame), warning(frame)])
     cells = environment(list(map(escaped, header)), [list(map(escaped, row)) for row in rows], caption)
     return f"{cells}\n{scores(frame, title)}"
 
@@ -42,6 +43,7 @@ def scores(frame: pd.DataFrame, title: str) -> str:
     table = scores_by_size(compressed, scale).map(escaped)
     for series, size in _best(compressed, scale):
         table.loc[series, size] = f"\\textbf{{{table.loc[series, size]}}}"
+    rows = table.rename(index=escaped).reset_index().to_numpy().tolist()
     above = [
         f"full cache & \\multicolumn{{{table.shape[1]}}}{{c}}{{{escaped(score_text(row, scale))}}}"
         for row in full.itertuples()
@@ -51,7 +53,6 @@ def scores(frame: pd.DataFrame, title: str) -> str:
         f"{title}: {frame['metric'].iloc[0] or 'score'} by the requested share of the KV entries; in brackets the "
         "share kept, if it differs. Bold: the best of a column among methods that keep the requested share."
     )
-    rows = [[escaped(series), *row] for series, row in zip(table.index, table.to_numpy().tolist(), strict=True)]
     return environment(["method", *map(escaped, table.columns)], rows, caption, above)
 
 

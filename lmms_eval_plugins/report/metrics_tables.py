@@ -130,9 +130,6 @@ def _tests_table(rows: pd.DataFrame, title: str, names: list[str], flags: argpar
     titles = {"series": "method", "a": "A", "b": "B"}
     header = [*(titles.get(name, name) for name in names), *header]
     cells = [[*of_row, *more] for of_row, more in zip(rows[names].to_numpy().tolist(), cells, strict=True)]
-    sides = ("A", "B") if "b" in names else ()
-    caption, droppable = (
-        explanation(rows, flags.margin, flags.power, *sides),
-        ("questions", "mended", "p", "tokens/answer"),
-    )
+    caption = explanation(rows, flags.margin, flags.power, *(("A", "B") if "b" in names else ()))
+    droppable = ("questions", "mended", "p", "tokens/answer")
     return fitted(width, header, cells, title, caption, names.index(names[-2]), droppable, ELSEWHERE)

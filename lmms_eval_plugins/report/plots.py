@@ -30,7 +30,7 @@ def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
     """Plot score against the share of KV entries kept, a line per series with standard errors; the full cache is black
     and dashed."""
     frame = _prepared(frame)
-    full, compressed = frame[frame["method"] == "full"], frame[(frame["method"] != "full") & frame["kept"].notna()]
+    full, compressed = frame[frame["method"] == "full"], frame[(frame["method"] != "full") & (frame["kept"] > 0)]
     compressed = compressed.assign(front=_front(compressed, 1 / compressed["kept"]))
     figure, axes = plt.subplots(figsize=SIZE, layout="constrained")
     for row in full.itertuples():

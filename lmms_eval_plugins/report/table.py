@@ -2,15 +2,9 @@
 
 Only cells with the same run settings (limit, dtype, ...) are comparable, so each set of settings gets its own
 table and plots, written beside the cells as `report[-key=value...].md` and `.png`, and `throughput[-...].png`.
-
-lmms-eval names no main metric. The headline is the metric that covers the most questions; of several, one whose name
-says that it summarises others; then the task's first.
 """
 
-import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +14,15 @@ from rich.table import Table
 
 from kvcompress.files import locked, write_text
 
-from ..cells.results import exact, load_cells, number_of, score_key, settings_name
+from ..cells.results import exact, load_cells, settings_name
 from . import terminal
 from .appearance import score_scale, short_names
-from .draws import pooled
-from .metrics import tokens_per_correct
+from .draws import explanation, pooled
+from .gate import fewer_questions, most_questions
+from .headline import headline, why_none
 from .numbers import fixed, kept, near, shares, text_of
 from .short_answers import too_short, warning
 from .terminal import fitted
-
-# Values that lmms-eval derives from a metric, and names that stand for "no metric".
-DERIVED = re.compile(
-    r"_stderr(_clt|_clustered)?$|_(expected_accuracy|consensus_accuracy|internal_variance|consistency_rate)$"
-    r"|^bypass$|^submission$"
-)
-# Preferred among metrics over the same questions: a total, then the usual ones for captions and for boxes.
-MAIN_NAMES = (
-    re.compile(r"(^|_)(overall|average|avg|all|total|mean)(_|$)", re.IGNORECASE),
-    re.compile(r"(^|_)cider$", re.IGNORECASE),
-    re.compile(r"(^|_)acc@0\.5$", re.IGNORECASE),
-)
 
 
 def report(
@@ -80,6 +63,9 @@ def report(
             table_path = folder / ("-".join(filter(None, ["report", name])) + ".md")
             write_text(table_path, markdown(frame, title))
             console.print(terminal_table(frame, title, console.width, table_path.name))
+            if (metric or metric_filter) and frame["score"].isna().all():
+                print_warning(console, f"{title}: {why_none(cells[0], metric, metric_filter)}")
+            print_warning(console, fewer_questions(frame))
             print_warning(console, warning(frame))
             written.append(table_path)
             if frame["score"].notna().any():
@@ -91,133 +77,6 @@ def report(
         for path in written:
             console.print(f"written: {path}", soft_wrap=True, highlight=False)
     return written
-
-
-# -- the headline score of a cell
-
-
-@dataclass(frozen=True)
-class Headline:
-    """The headline score of a cell.
-
-    Attributes:
-        metric, filter: names, as in the key `exact_match,none` of lmms-eval's results.
-        score: the score.
-        stderr: its standard error; None if lmms-eval computed none.
-        questions: how many questions the metric covers; None if the cell does not record it.
-        tasks: the tasks averaged, more than one for a group that lmms-eval gives no score.
-        tokens_per_correct: tokens of all answers over the sum of the scores; None if the cell does not record it.
-    """
-
-    metric: str
-    filter: str
-    score: float
-    stderr: float | None
-    questions: int | None
-    tasks: tuple[str, ...]
-    tokens_per_correct: float | None = None
-
-    @property
-    def name(self) -> str:
-        """The name in a table: `seed_all`, `exact_match (flexible-extract)`."""
-        return self.metric if self.filter == "none" else f"{self.metric} ({self.filter})"
-
-
-def headline(cell: dict[str, Any], metric: str | None = None, metric_filter: str | None = None) -> Headline | None:
-    """Return the headline of a cell (its results.json); None if none of its metrics is a number.
-
-    Args:
-        metric, metric_filter: restrict the choice to this metric or answer filter.
-    """
-    task = cell["protocol"]["task"]
-    own = _candidates(cell, task, metric, metric_filter)
-    if own:
-        return own[0]
-    parts = [_candidates(cell, leaf, metric, metric_filter) for leaf in leaves(cell, task)]
-    return _of_group(cell, [part for part in parts if part])
-
-
-def by_question(
-    cell: dict[str, Any], samples: Iterable[dict[str, Any]], found: Headline | None
-) -> list[tuple[dict[str, Any], float]]:
-    """Return for each question its line of samples.jsonl after the headline's answer filter, and its headline score
-    (NaN if the metric has no number per question)."""
-    lines: dict[tuple[str, int], dict[str, Any]] = {}
-    for sample in samples:
-        key = (sample["task"], sample["doc_id"])
-        if key not in lines or (found is not None and sample.get("filter") == found.filter):
-            lines[key] = sample
-    metric = found.metric if found else ""
-    return [(sample, number_of(sample.get(metric), score_key(cell, sample["task"]))) for sample in lines.values()]
-
-
-def leaves(cell: dict[str, Any], task: str) -> list[str]:
-    """Return the tasks of a group, including those of its subgroups; for a task, the task itself."""
-    below = cell.get("group_subtasks", {}).get(task, [])
-    return [leaf for name in below for leaf in leaves(cell, name)] or [task]
-
-
-def _candidates(cell: dict[str, Any], task: str, metric: str | None, metric_filter: str | None) -> list[Headline]:
-    """Return the numeric metrics of one task, the most suitable first."""
-    scores, found = cell["results"].get(task, {}), []
-    for key, value in scores.items():
-        name, comma, after = key.partition(",")
-        wanted = metric in (None, name) and metric_filter in (None, after)
-        if not comma or not wanted or DERIVED.search(name):
-            continue
-        if isinstance(value, int | float) and math.isfinite(value):
-            stderr = scores.get(f"{name}_stderr,{after}")
-            stderr = stderr if isinstance(stderr, int | float) and math.isfinite(stderr) else None
-            questions, tokens = _questions(cell, task, key), _tokens_per_correct(cell, leaves(cell, task), key)
-            found.append(Headline(name, after, value, stderr, questions, (task,), tokens))
-    names = [entry["metric"] for entry in cell.get("configs", {}).get(task, {}).get("metric_list") or []]
-
-    def order(found: Headline) -> tuple[int, int, int]:
-        rank = next((place for place, name in enumerate(MAIN_NAMES) if name.search(found.metric)), len(MAIN_NAMES))
-        listed = names.index(found.metric) if found.metric in names else len(names)
-        return -(found.questions or 0), rank, listed
-
-    return sorted(found, key=order)
-
-
-def _questions(cell: dict[str, Any], task: str, key: str) -> int | None:
-    """Return how many questions a metric covers; for a group with its own score, those of its tasks together."""
-    counts = [cell.get("metric_questions", {}).get(leaf, {}).get(key) for leaf in leaves(cell, task)]
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None
-
-
-def _tokens_per_correct(cell: dict[str, Any], tasks: Iterable[str], key: str) -> float | None:
-    """Return the tokens per correct answer of several tasks together; None if one of them does not record it."""
-    sums = [cell.get("metric_tokens", {}).get(task, {}).get(key) for task in tasks]
-    if None in sums:
-        return None
-    return tokens_per_correct([each["tokens_out"] for each in sums], [each["score"] for each in sums])
-
-
-def _of_group(cell: dict[str, Any], parts: list[list[Headline]]) -> Headline | None:
-    """Return the mean, over the questions of several tasks, of the first metric that all of them have."""
-    for first in parts[0] if parts else []:
-        same = [
-            next((found for found in part if (found.metric, found.filter) == (first.metric, first.filter)), None)
-            for part in parts
-        ]
-        if None in same:
-            continue
-        weights = [found.questions or 0 for found in same]
-        total = sum(weights)
-        if not total:  # the cell does not record it: weight tasks equally
-            weights, total = [1] * len(same), len(same)
-        score = sum(weight * found.score for weight, found in zip(weights, same, strict=True)) / total
-        errors = [found.stderr for found in same]
-        stderr = None
-        if None not in errors:
-            stderr = math.hypot(*(weight * error for weight, error in zip(weights, errors, strict=True))) / total
-        known = all(found.questions is not None for found in same)
-        tasks = tuple(task for found in same for task in found.tasks)
-        tokens = _tokens_per_correct(cell, tasks, f"{first.metric},{first.filter}")
-        return Headline(first.metric, first.filter, score, stderr, total if known else None, tasks, tokens)
-    return None
 
 
 # -- the row of a cell
@@ -294,9 +153,9 @@ def table_rows(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     """Return header and formatted rows, the same for the terminal and for Markdown."""
     header = [column.format(metric=frame["metric"].iloc[0] or "score") for column in TABLE_COLUMNS]
     rows, scale = [], score_scale(frame)
-    for row in frame.itertuples():
+    for row, most in zip(frame.itertuples(), most_questions(frame), strict=True):
         ttft, tpot = text_of(row.ttft_s, 1, 1e3, " ms"), text_of(row.tpot_s, 1, 1e3, " ms")
-        questions = str(row.samples) if row.scored == row.samples else f"{row.scored} of {row.samples}"
+        questions = str(row.scored) if row.scored == most else f"{row.scored} of {most}"
         kv = [_bytes(row.kv_bytes), _bytes(row.kv_room_bytes)]
         speed, tokens = text_of(row.answers_per_s, 1), text_of(row.tokens_per_correct, 1)
         size = kept(row.realised, row.ratio, row.budget)
@@ -337,7 +196,6 @@ def _values(column: pd.Series) -> str:
 
 def note(frame: pd.DataFrame) -> str:
     """Explain the columns."""
-    of_draws = " draws=N: mean of N seeds, ± their standard deviation." if (frame["draws"] > 1).any() else ""
     in_flight = frame["slots"].notna()
     of_batch = ""
     if (sizes := _values(frame["batch_size"][~in_flight])) not in ("", "1"):
@@ -350,8 +208,8 @@ def note(frame: pd.DataFrame) -> str:
         f"later token (medians{of_batch}). KV cache: bytes that hold keys, values and their index after the prompt, "
         "per question (median); room: bytes allocated for the answer. Answers/s: without preparing prompts; "
         "tokens/correct: tokens of all answers over the sum of their scores. Unless stated otherwise: scope=prompt, "
-        f"ratio_of=prompt, first_token=full.{of_draws}"
-    )
+        f"ratio_of=prompt, first_token=full. {explanation(frame)}"
+    ).rstrip()
 
 
 def markdown_text(text: str) -> str:
@@ -373,9 +231,9 @@ def markdown(frame: pd.DataFrame, title: str) -> str:
 
 
 def markdown_note(frame: pd.DataFrame) -> str:
-    """Return the text under a table: the note, the shares by layer if they say more than the table, and a warning if
-    answers are too short to show compression."""
-    lines = [note(frame), markdown_text(by_layer(frame)), markdown_text(warning(frame))]
+    """Return the text under a table: the note, the shares by layer if they say more than the table, and warnings
+    of unequal questions and of answers too short to show compression."""
+    lines = [note(frame), *map(markdown_text, (by_layer(frame), fewer_questions(frame), warning(frame)))]
     return "\n\n".join(filter(None, lines)) + "\n"
 
 

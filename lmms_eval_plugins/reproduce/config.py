@@ -17,6 +17,8 @@ from ..model.arguments import make_compression
 from ..model.input_methods import size_of
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "reproduce"  # a link in a checkout, files in a wheel
+# (model, benchmark, method, ratio or budget as text) -> the paper's value and its reading error, if that is known
+Reference = dict[tuple[str, ...], tuple[float, float | None]]
 REFERENCE_COLUMNS = ["model", "method", "ratio_kept", "benchmark", "value", "est_error_abs"]
 
 
@@ -138,8 +140,8 @@ def load_config(name: str, model_root: Path | None = None) -> tuple[Reproduction
     return config.model_copy(update={"models": models}), path
 
 
-def load_reference(config: Reproduction, path: Path) -> dict[tuple[str, ...], tuple[float, float]]:
-    """Return (model, benchmark, method, ratio or budget as text) -> the paper's value and its reading error.
+def load_reference(config: Reproduction, path: Path) -> Reference:
+    """Read the paper's numbers; rows without a value are left out.
 
     Raises UsageError if the file or a column is missing, or if a row has a name that the configuration lacks.
     """
@@ -162,6 +164,9 @@ def load_reference(config: Reproduction, path: Path) -> dict[tuple[str, ...], tu
         if not pd.api.types.is_numeric_dtype(frame[column]) or not np.isfinite(frame[column].dropna()).all():
             raise UsageError(f"{file}: column {column} has a value that is not a number")
     return {
-        (row.model, row.benchmark, row.method, exact(row.ratio_kept)): (row.value, row.est_error_abs)
-        for row in frame.itertuples()
+        (row.model, row.benchmark, row.method, exact(row.ratio_kept)): (
+            row.value,
+            None if pd.isna(row.est_error_abs) else row.est_error_abs,
+        )
+        for row in frame.dropna(subset=["ratio_kept", "value"]).itertuples()
     }

@@ -75,7 +75,7 @@ def parse_only(text: str, config: Reproduction) -> dict[str, set[str]]:
         axis, _, value = item.partition("=")
         if axis not in (*axes, "ratio"):
             raise UsageError(f"--only {item!r}: give model=, task=, method= or ratio= with a value")
-        value = exact(float(value)) if axis == "ratio" and value.replace(".", "", 1).isdigit() else value.lower()
+        value = exact(float(value)) if axis == "ratio" and value.replace(".", "", 1).isdecimal() else value.lower()
         valid = dict.fromkeys(cell.key[3] if axis == "ratio" else _shown(cell, axis) for cell in every)
         if not any(value in _names(cell, axis) for cell in every):
             raise UsageError(f"--only {item}: there is no such {axis}; valid: {', '.join(valid)}")

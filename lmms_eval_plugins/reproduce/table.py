@@ -13,10 +13,10 @@ from kvcompress.files import write_text
 
 from ..cells.errors import UsageError
 from ..cells.results import RESULTS_FILE, DamagedFile, read_results
+from ..report.headline import headline
 from ..report.numbers import fixed, near, share
 from ..report.short_answers import EXPLANATION, too_short
-from ..report.table import headline
-from .config import REFERENCE_COLUMNS, Reproduction
+from .config import REFERENCE_COLUMNS, Reference, Reproduction
 from .plan import PlannedCell
 
 SUFFIXES = (".md", ".csv")  # of the table's files
@@ -55,7 +55,7 @@ class Row:
 
 def row(
     cell: PlannedCell,
-    reference: dict[tuple[str, ...], tuple[float, float]],
+    reference: Reference,
     reason: str,
     failed: str | None = None,
 ) -> Row:
@@ -76,7 +76,7 @@ def row(
             note += f"; perhaps of an earlier run, as this one {failed}" if failed else ""
     difference = None if ours is None or theirs is None else ours - theirs
     inside = None
-    if difference is not None and margin is not None:
+    if difference is not None and margin is not None and reading_error is not None:
         inside = abs(difference) <= margin + reading_error
     return Row(*cell.key, ours, stderr, margin, theirs, reading_error, difference, inside, tokens, short, note)
 

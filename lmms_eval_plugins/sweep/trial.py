@@ -34,6 +34,8 @@ FLAGS = ("limit", "gen_kwargs", "num_fewshot", "include_path", "data_root", "ove
 def trial_argv(parameters: dict[str, Any], output_path: Path) -> list[str]:
     """Return the evaluation command's arguments for a trial. Options of other methods are left out, as in a list of
     methods, and so is None. Raises UsageError or KVCompressError for a missing or unknown parameter."""
+    from ..model.input_methods import size_of
+
     given = {name: value for name, value in parameters.items() if value is not None and str(value) != "None"}
     for name in ("task", "model", "method"):
         if name not in given:
@@ -42,10 +44,11 @@ def trial_argv(parameters: dict[str, Any], output_path: Path) -> list[str]:
     for name, value in (("task", task), ("method", method)):
         if "," in value or value in GROUPS:
             raise UsageError(f"{name} {value!r}: a trial has one {name}; list several under values:")
-    size = str(given.pop("ratio", 1 if method == "full" else "-"))
-    foreign = option_owners().keys() - method_options(method, given.get("scorer"))
-    if method == "full":
+    size = str(given.pop("ratio", "-"))
+    if size_of(method):
+        size = "1"  # any will do
         given.pop("budget", None)
+    foreign = option_owners().keys() - method_options(method, given.get("scorer"))
     flags = [f"--{name.replace('data_root', 'data-root')}={given.pop(name)}" for name in FLAGS if name in given]
     words = [f"{name}={value}" for name, value in given.items() if name not in foreign]
     return [task, model, method, size, *flags, f"--output_path={output_path}", *words]
@@ -89,9 +92,18 @@ def stay_offline(models: list[str], tasks: list[str]) -> None:
     set_offline(*(parse([",".join(tasks), model, "full", "1"]) for model in models))
 
 
+def plan_of(argv: list[str]) -> Plan:
+    """Return the plan of a trial from `trial_argv`. Raises like `Plan.of`, and UsageError if it has several cells."""
+    plan = Plan.of(parse(argv))
+    if len(plan.cells) > 1:
+        names = ", ".join(cell.folder(Path()).name for cell, _ in plan.cells)
+        raise UsageError(f"a trial is one cell, not {names}: list several values under values:")
+    return plan
+
+
 def cell_folder(parameters: dict[str, Any], output_path: Path) -> Path:
-    """Return the folder for a trial's results, without loading anything. Raises like `trial_argv` and `Plan.of`."""
-    ((cell, _),) = Plan.of(parse(trial_argv(parameters, output_path))).cells
+    """Return the folder for a trial's results, without loading anything. Raises like `trial_argv` and `plan_of`."""
+    ((cell, _),) = plan_of(trial_argv(parameters, output_path)).cells
     return cell.folder(output_path.resolve())
 
 
@@ -106,7 +118,7 @@ class Evaluator:
         """Evaluate a trial unless its results are complete, and return their folder. With NUM_PROCESSES set, that many
         ranks share the questions. Raises UsageError, KVCompressError or EvaluationFailed."""
         argv = trial_argv(parameters, output_path)
-        plan = Plan.of(parse(argv))
+        plan = plan_of(argv)
         plan.check_machine(number_of_processes())
         quiet(plan.request.flags.verbosity)
         (job,) = plan.jobs()

@@ -16,7 +16,7 @@ from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells.identity import own_code
 from lmms_eval_plugins.cells.results import read_cell
 from lmms_eval_plugins.model.prompts import ChatProcessor
-from lmms_eval_plugins.report.table import headline
+from lmms_eval_plugins.report.headline import headline
 from tests.support.official_tasks import leaves, local_data
 
 # Each answer has six tokens: a shorter one would test little.

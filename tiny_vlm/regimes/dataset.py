@@ -16,11 +16,11 @@ from random import Random
 import av
 import numpy as np
 import pyarrow as pa
-from PIL import Image
 
 from lmms_eval_plugins.tiny_vlm.dataset import write_table
 from lmms_eval_plugins.tiny_vlm.questions import Shown
 from lmms_eval_plugins.tiny_vlm.regimes import file_of
+from tiny_vlm.dataset import compress_image
 from tiny_vlm.regimes import KINDS, REGIMES, needle
 
 QUESTIONS = 500  # per regime
@@ -77,7 +77,7 @@ def table_of(regime: str, prompts: Sequence[Shown]) -> pa.Table:
                 "question": question.text,
                 "answer": question.answer,
                 "image_list": [
-                    {"bytes": webp(pixels), "path": f"{name}-{place}.webp"}
+                    {"bytes": compress_image(pixels, WEBP_QUALITY), "path": f"{name}-{place}.webp"}
                     for place, pixels in enumerate(shown.pictures)
                 ],
                 "video": None if shown.frames is None else {"bytes": mp4(shown.frames), "path": f"{name}.mp4"},
@@ -85,12 +85,6 @@ def table_of(regime: str, prompts: Sequence[Shown]) -> pa.Table:
         )
     features = json.dumps({"info": {"features": FEATURES}})
     return pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata({"huggingface": features}))
-
-
-def webp(pixels: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "WEBP", quality=WEBP_QUALITY, method=6)
-    return file.getvalue()
 
 
 def mp4(frames: np.ndarray) -> bytes:

@@ -100,7 +100,7 @@ function drawChoice() {
   $("best-names").replaceChildren(...[...new Set(best.map(({ series }) => series))].map(named));
   group = whole;
   const competing = board.cells.filter(({ method }) => method !== "full" && method !== "hindsight");
-  $("best-caption").textContent = `${board.regime}: the best of ${new Set(competing.map(({ variant }) => variant)).size} methods`;
+  $("best-caption").textContent = `${board.regime}: the best of ${new Set(competing.map(({ variant }) => variant.replace(/ seed=\S+/, ""))).size} methods`;
 }
 
 // -- which rows

@@ -14,6 +14,7 @@ from ...cells.kept_tokens_file import IMAGES_FOLDER, needs, needs_kept, read_kep
 from ...cells.results import DamagedFile
 from ..against import MARGIN, against_full
 from ..appearance import colour, markers, score_scale
+from ..draws import explanation, pooled
 from ..gate import gate_lines
 from ..grid import headrooms
 from ..groups import Group
@@ -29,32 +30,46 @@ CELL_NUMBERS = (
 
 
 def page_data(groups: list[Group]) -> dict[str, Any]:
-    """Return the data of the page, JSON-ready; its `images` maps each file to its data URL."""
+    """Return the data of the page, JSON-ready; its `images` maps each file to its data URL. Draws of a method are one
+    cell, with the answers and kept tokens of the first."""
     images: dict[str, str | None] = {}
-    shown = [page_group(group, [_entries(cell["folder"], images) for cell in group.cells]) for group in groups]
+    shown = []
+    for group in groups:
+        frame = pooled(with_loyalty(group.frame))
+        cells = [group.cells[place] for place in frame.index]
+        shown.append(page_group(Group(cells, frame), [_entries(cell["folder"], images) for cell in cells]))
     return {"groups": shown, "images": {file: url for file, url in images.items() if url}}
 
 
+def with_loyalty(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the frame of a `Group` with the column `loyalty`, the share of answers that are the full cache's."""
+    full = frame["questions"].iloc[0] if frame["method"].iloc[0] == "full" else None
+    return frame.assign(loyalty=[None if full is None else same_answers(own, full) for own in frame["questions"]])
+
+
 def page_group(group: Group, entries: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return the data of one group; `entries`: of each cell, as from `read_kept_tokens`."""
+    """Return the data of one group.
+
+    Args:
+        group: its frame also has `loyalty`, see `with_loyalty`.
+        entries: of each cell, as from `read_kept_tokens`.
+    """
     frame = group.frame
     overlays = overlay_data(entries)
     needed = needs_by_question(entries)
     parts, tests = headrooms(frame), against_full(frame)
-    first = frame.iloc[0]
     varied = varied_options([cell["protocol"] for cell in group.cells])
     marks, cells = markers(dict(zip(frame["series"], frame["method"], strict=True))), []
     for index, row in enumerate(frame.itertuples()):
-        efficiency = group.cells[index]["efficiency"]
         cells.append(
             {
                 **cell_data(row),
                 "marker": marks[row.series],
                 "options": varied[index],
                 "against": test_data(tests.iloc[index]),
-                "same": same_answers(row.questions, first["questions"]) if first["method"] == "full" else None,
+                "same": number(row.loyalty),
                 "headroom": None if parts[index] is None else [*astuple(parts[index])],
-                "per_layer": efficiency.get("realised_ratio", {}).get("per_layer"),
+                "per_layer": row.per_layer,
                 "per_head": mean_shares(entries[index]),
                 "needs_kept": mean_needs_kept(entries[index], needed),
             }
@@ -81,6 +96,7 @@ def page_group(group: Group, entries: list[list[dict[str, Any]]]) -> dict[str, A
         "made": made(group.cells),
         "metric": frame["metric"].iloc[0] or "score",
         "scale": score_scale(frame),
+        "draws": explanation(frame),
         "warning": "; ".join(filter(None, [warning(frame), *gate_lines(frame)])),
         "cells": cells,
         "all_questions": len(every),

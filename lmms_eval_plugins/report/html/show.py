@@ -31,7 +31,7 @@ from ...evaluate import parse
 from ...model.lm import KVCompressLM
 from ..groups import Group, question_frame
 from ..table import sweep_frame
-from .data import data_url, page_group
+from .data import data_url, page_group, with_loyalty
 from .page import write_page
 
 TASK, DOC_ID = "show", 0
@@ -117,7 +117,8 @@ def write_html(path: Path, question: str, answers: list[dict[str, Any]]) -> None
         entries.append([{**one["entry"], "images": stored}])
     cells = [as_results(question, one) for one in answers]
     frame = sweep_frame(cells).sort_index()  # in the order of the command line
-    shown = page_group(Group(cells, frame.assign(questions=list(map(question_frame, cells)))), entries)
+    frame = with_loyalty(frame.assign(questions=list(map(question_frame, cells))))
+    shown = page_group(Group(cells, frame), entries)
     model = Path(answers[0]["cell"].model).name
     shown |= {"title": f"{model}, one question", "made": ""}
     write_page(path, "What survives in the KV cache", {"groups": [shown], "images": images})

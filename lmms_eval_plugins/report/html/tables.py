@@ -56,21 +56,17 @@ def samples_table(groups: list[Group]) -> pd.DataFrame:
 
 def markdown_group(group: Group) -> str:
     """Return the table of all cells, and the table of scores by requested share."""
-    frame = pooled(group.frame)
-    table = scores_by_size(frame, score_scale(frame))
-    header, rows = (
-        ["method", *table.columns],
-        [[series, *row] for series, row in zip(table.index, table.to_numpy().tolist(), strict=True)],
-    )
-    pivot = markdown_table(header, rows, ["---", *["---:"] * table.shape[1]])
-    metric = group.frame["metric"].iloc[0] or "score"
-    about = f"{markdown_text(metric)} by the share that was requested; in brackets the share kept, if it differs:"
-    return f"{markdown(frame, group.title)}\n{about}\n\n{pivot}{markdown_tests(group)}"
-
-
-def markdown_tests(group: Group) -> str:
-    """Return the table of tests against the full cache; empty if nothing can be compared."""
     frame = pooled(group.frame).reset_index(drop=True)
+    table = scores_by_size(frame, score_scale(frame))
+    rows = table.reset_index().to_numpy().tolist()
+    pivot = markdown_table(["method", *table.columns], rows, ["---", *["---:"] * table.shape[1]])
+    metric = frame["metric"].iloc[0] or "score"
+    about = f"{markdown_text(metric)} by the share that was requested; in brackets the share kept, if it differs:"
+    return f"{markdown(frame, group.title)}\n{about}\n\n{pivot}{markdown_tests(frame)}"
+
+
+def markdown_tests(frame: pd.DataFrame) -> str:
+    """Return the table of tests against the full cache; empty if nothing can be compared."""
     tests = against_full(frame).assign(answered=frame["samples"])
     if tests["difference"].isna().all():
         return ""

@@ -165,6 +165,20 @@ def test_p_values_are_corrected_for_the_rows_of_a_table(tmp_path):
     assert [found[method]["holm"] for method in ("snapkv", "knorm", "random")] == pytest.approx(expected)
 
 
+def test_draws_of_a_method_are_one_of_those_to_choose_among(tmp_path):
+    truth = "abcd" * 11
+    write_answers(tmp_path, "letters", "full", 1.0, truth, truth, protocol=SCOPE)
+    for seed, wrong in enumerate((4, 0, 6)):
+        answers, options = "X" * wrong + truth[wrong:], {"seed": seed} if seed else {}
+        folder = write_answers(tmp_path, "letters", "random", 0.5, answers, truth, protocol=SCOPE, options=options)
+    write_answers(tmp_path, "letters", "knorm", 0.5, "X" + truth[1:], truth, protocol=SCOPE)
+    (board,) = leaderboard(rows_of("mine", load_groups(folder)))["boards"]
+    assert (board["choice"], board["best"]) == (None, ["knorm", "random"])  # one draw is better than knorm, none chosen
+    write_answers(tmp_path, "letters", "snapkv", 0.5, "XXX" + truth[3:], truth, protocol=SCOPE)
+    (board,) = leaderboard(rows_of("mine", load_groups(folder)))["boards"]
+    assert (board["choice"]["method"], board["choice"]["methods"]) == ("knorm", 3)
+
+
 def test_tables_of_other_questions_or_another_definition_of_the_task_are_others(tmp_path):
     for model, answers, definition in (("a", "abcd", "1"), ("b", "ab", "1"), ("c", "abcd", "2")):
         write_answers(tmp_path, "letters", "knorm", 0.2, answers, truth=answers, model=model)

@@ -45,6 +45,7 @@ def test_references_are_not_chosen_and_clusters_stay_whole():
     scores = {("hindsight", 0.5): wrong(0), ("full", 0.5): wrong(0)}
     scores |= {(name, 0.5): wrong(count) for name, count in {"a": 1, "b": 2, "c": 3}.items()}
     assert choose(scores, FULL).method == "a"
+    assert choose({**scores, ("hindsight by=output", 0.5): wrong(0)}, FULL) == choose(scores, FULL)
     of_pictures = np.repeat(np.arange(QUESTIONS // 4), 4)
     assert choose(scores, FULL, of_pictures).questions == QUESTIONS // 2
     assert choose(scores, FULL, np.zeros(QUESTIONS)) is None  # one picture has no other half
@@ -58,8 +59,9 @@ def test_of_too_few_methods_or_questions_nothing_is_chosen(methods, questions):
 
 def test_the_best_methods_are_those_with_the_best_mean_and_hindsight_is_the_last():
     scores = {(f"m{place}", ratio): wrong(place) for place in range(10) for ratio in (0.5, 0.2)}
-    scores |= {("hindsight", 0.5): wrong(0), ("hindsight", 0.2): wrong(0)}
-    assert best_methods(scores) == [*(f"m{place}" for place in range(8)), "hindsight"]
+    for hindsight in ("hindsight", "hindsight by=output"):
+        known = {(hindsight, ratio): wrong(0) for ratio in (0.5, 0.2)}
+        assert best_methods(scores | known) == [*(f"m{place}" for place in range(8)), hindsight]
 
 
 def test_the_best_methods_are_found_without_a_ratio_that_all_have():
@@ -101,8 +103,11 @@ def test_a_submission_of_tables_alone_is_a_page(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"entries": [{"method": "a", "ratio": 0.5, "scores": [1.5]}]}, "scores.0 Input should be less than or equal"),
+        ({"entries": [{"method": "a", "ratio": 0.5, "scores": [float("nan")]}]}, "scores.0 Input should be"),
         ({"tables": 1}, "tables Input should be a valid array"),
         ({"clusters": ["a"]}, "all entries need the same questions, not [1, 80]"),
+        ({"clusters": []}, "all entries need the same questions, not [0, 80]"),
         ({"regime": 1}, "tables.0.regime Input should be a valid string"),
     ],
 )

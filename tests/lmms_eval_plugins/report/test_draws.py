@@ -9,7 +9,9 @@ from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.cells.results import load_cells
 from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.report.draws import pooled
+from lmms_eval_plugins.report.grid import load_grid, paired_tests
 from lmms_eval_plugins.report.groups import load_groups
+from lmms_eval_plugins.report.html.data import page_data
 from lmms_eval_plugins.report.html.tables import markdown_group
 from lmms_eval_plugins.report.metrics_command import main
 from lmms_eval_plugins.report.table import markdown, sweep_frame
@@ -78,6 +80,23 @@ def test_the_reports_tables_and_tests_have_one_row_for_the_draws(folder):
     text = markdown_group(group)
     assert text.count("random draws=3") == 2 + 1 + 2  # cells, scores by size, tests
     assert len(group.frame) == len(load_cells(folder))
+
+
+def test_the_reports_page_has_one_cell_for_the_draws(folder, tmp_path):
+    write(tmp_path, "one", "hindsight", 0.25, "abcd")
+    groups = load_groups(folder)
+    (group,) = page_data(groups)["groups"]
+    cells = {(cell["series"], cell["ratio"]): (place, cell) for place, cell in enumerate(group["cells"])}
+    assert len(cells) == len(group["cells"]) == 6
+    place, cell = cells["random draws=3", 0.5]
+    assert [cell[name] for name in ("score", "stderr", "same")] == [0.5, 0.25, 0.5]
+    tests = paired_tests(load_grid([folder])[0])
+    (test,) = tests[tests["a"] == "random draws=3 0.5"].itertuples()
+    assert cell["against"]["holm"] == test.holm
+    assert cells["random draws=3", 0.25][1]["headroom"] == [0, 0, 0]
+    question = group["questions"][1]
+    assert (question["a"][place], question["s"][place]) == ("x", pytest.approx(2 / 3))  # of the first draw; the mean
+    assert "draws=N" in group["draws"]
 
 
 def test_a_range_of_seeds_is_a_cell_each_of_the_methods_that_draw():

@@ -8,6 +8,7 @@ from lmms_eval_plugins.report.gate import weak_below
 from lmms_eval_plugins.report.groups import load_groups
 from lmms_eval_plugins.report.html.data import page_data
 from lmms_eval_plugins.report.metrics_command import main
+from lmms_eval_plugins.report.table_command import main as table
 from tests.support.result_cells import write_answers
 
 TRUTH = "ab" * 10 + "cdefghijklmnopqrstuv"  # 40 questions; of 10 the answer is a, of 10 b
@@ -37,6 +38,22 @@ def test_questions_that_are_answered_blind_are_named(tmp_path, capsys):
     lines, blind = warnings(capsys, folder)
     assert lines[0].endswith(", 18, 19 and 2 more (kvcompress metrics --json names all)")
     assert len(blind) == 22
+
+
+def test_a_cell_with_fewer_questions_than_the_others_is_marked_wherever_its_score_is_shown(tmp_path, capsys):
+    folder = write(tmp_path, "full", range(40))
+    write_answers(tmp_path, "one", "snapkv", 0.5, TRUTH[:30], TRUTH[:30])
+    line = "one: scores over different questions do not compare: snapkv (0.5) has 30 of 40"
+    assert warnings(capsys, folder)[0] == [line]
+    assert page_data(load_groups(folder))["groups"][0]["warning"] == line
+    assert table([str(folder)]) == 0
+    written = (folder / "report.md").read_text()
+    assert line in capsys.readouterr().out
+    assert line in written
+    assert "| 30 of 40 |" in written
+    write_answers(tmp_path, "one", "snapkv", 0.5, TRUTH, TRUTH, options={"seed": 1})
+    assert table([str(folder)]) == 0
+    assert "snapkv draws=2 (0.5) has 30 of 40" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("full", "is_weak"), [(23, True), (24, False)])

@@ -46,6 +46,10 @@ def test_cells_say_share_loyalty_and_speed_up(grid, capsys):
     assert cells["one", "full", "1"]["loyalty"] == 1
 
 
+def test_a_folder_that_is_given_twice_counts_once(grid, capsys):
+    assert found(capsys, *grid, grid[0]) == found(capsys, *grid)
+
+
 def test_headroom_stands_where_random_and_hindsight_have_the_same_ratio(grid, capsys):
     for ratio, answers in ((0.25, "axxx"), (0.5, "axxx")):
         write(grid[0].parents[1], "one", "random", ratio, answers)
@@ -180,6 +184,16 @@ def test_cells_of_other_settings_are_not_compared_and_what_is_left_out_is_said(t
     assert code == 0
     assert len(json.loads(text)["cells"]) == 2
     assert error.startswith("left out: one, m (limit=2): no cell of the full cache")
+
+
+def test_a_task_on_which_the_full_cache_scores_nothing_is_left_out_and_named(grid, tmp_path, capsys):
+    nothing = write(tmp_path, "three", "full", 1.0, "xxxx")
+    write(tmp_path, "three", "knorm", 0.5, "axxx")
+    line = "three, m: the full cache scores 0: a share of that is meaningless\n"
+    code, text, error = command(capsys, *grid, nothing)
+    assert (code, error) == (0, f"left out: {line}")
+    assert text == command(capsys, *grid)[1]
+    assert command(capsys, nothing) == (2, "", f"error: {line}")
 
 
 def test_a_method_with_two_series_has_to_be_named_in_full(grid, tmp_path, capsys):

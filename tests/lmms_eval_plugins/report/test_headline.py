@@ -4,7 +4,11 @@ import math
 
 import pytest
 
-from lmms_eval_plugins.report.table import by_question, headline
+from lmms_eval_plugins.report.headline import by_question, headline
+from lmms_eval_plugins.report.heatmap_command import main as heatmap
+from lmms_eval_plugins.report.metrics_command import main as metrics
+from lmms_eval_plugins.report.table_command import main as table
+from tests.support.result_cells import write_answers
 
 
 def cell(scores, questions=None, task="t", **more):
@@ -32,6 +36,24 @@ def cell(scores, questions=None, task="t", **more):
 def test_the_main_metric_is_the_total_over_most_questions(scores, questions, expected):
     found = headline(cell(scores, {"t": questions}))
     assert (found and found.metric) == expected
+
+
+def test_a_metric_or_filter_that_is_not_there_is_named_with_those_that_are(tmp_path, capsys):
+    folder = write_answers(tmp_path, "one", "full", 1.0, "abcd")
+    said = "no score by --metric anls --filter strict, only by acc"
+    asked = [str(folder), "--metric", "anls", "--filter", "strict"]
+    assert table(asked) == 0
+    assert f"one, m: {said}" in capsys.readouterr().out
+    assert metrics(asked) == 2
+    assert capsys.readouterr().err.endswith(f"{said}\n")
+    assert heatmap(asked) == 1
+    assert f"it has {said}" in capsys.readouterr().err
+    assert metrics([str(folder)]) == 0
+    file = folder / "full-1" / "results.json"
+    file.write_text(file.read_text().replace('"acc,none"', '"bypass,none"'))
+    capsys.readouterr()
+    assert metrics(asked) == 2
+    assert capsys.readouterr().err.endswith("full-1 has no score (was it run with --predict_only?)\n")
 
 
 def test_the_first_in_the_tasks_list_is_taken_not_the_first_that_a_question_returned():

@@ -102,6 +102,23 @@ def test_cells_with_other_settings_have_a_figure_of_their_own(folder, drawn):
     assert (folder / "heatmap-length-depth-limit=9.png").is_file()
 
 
+def test_a_long_whole_number_is_found_even_where_questions_lack_it(tmp_path, drawn):
+    docs = [{"length": 4, "depth": 0, "id": 262148001}, {"length": 4, "depth": 1, "id": 262148002}, {"length": 4}]
+    folder = write_answers(tmp_path, "t", "full", 1.0, "abc", "abc", docs=docs)
+    assert main([str(folder), "--where", "id=262148002"]) == 0
+    assert drawn[0]["depth"].tolist() == [1]
+
+
+def test_a_column_may_mix_numbers_with_text_and_what_is_neither_is_missing(tmp_path, capsys):
+    docs = [{"length": 4, "answer": answer} for answer in ("yes", 10, 9, ["no"])]
+    folder = write_answers(tmp_path, "t", "full", 1.0, "abcd", docs=docs)
+    assert main([str(folder), "--y", "answer"]) == 0
+    assert (folder / "heatmap-length-answer.png").stat().st_size
+    out = capsys.readouterr().out
+    assert "1 of 4 answers lack length or answer" in out
+    assert [word for word in out.split("acc by answer")[1].split() if word in ("9", "10", "yes")] == ["9", "10", "yes"]
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [

@@ -406,6 +406,18 @@ def test_ours_beside_theirs_with_difference_and_both_errors(configuration, tmp_p
     assert "| Full | 1 | missing | - | - | - | - | needs a judge |" in text
 
 
+def test_a_reference_may_lack_a_value_or_its_reading_error(configuration, tmp_path):
+    write(tmp_path / "results", "one", "knorm", 0.5, "abcx")
+    write(tmp_path / "results", "one", "knorm", 0.25, "abcx")
+    path = configuration(["M,KNorm,0.5,One,95,", "M,KNorm,0.25,One,,", "M,Full,1,One,90,1"])
+    assert main([path, "--report-only"]) == 0
+    rows, text = table(tmp_path / "results")
+    known, unknown = rows["One", "KNorm", 0.5], rows["One", "KNorm", 0.25]
+    assert (known["difference"], known["inside"], unknown["theirs"], unknown["difference"]) == (-20, None, None, None)
+    assert "| KNorm | 0.5 | 75.0 ± 10.0 | 95.0 | -20.0 | - | - | 4 questions |" in text
+    assert "| KNorm | 0.25 | 75.0 ± 10.0 | - | - | - | - | 4 questions |" in text
+
+
 def test_a_difference_beyond_both_errors_is_outside(configuration, tmp_path):
     write(tmp_path / "results", "one", "knorm", 0.5, "abcx")
     main([configuration(["M,KNorm,0.5,One,95.2,0.5"]), "--report-only"])

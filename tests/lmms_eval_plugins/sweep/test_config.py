@@ -192,10 +192,12 @@ def test_options_of_other_methods_and_nulls_are_left_out(tmp_path):
     assert parse(trial_argv({**parameters, "method": "snapkv"}, tmp_path)).arguments == {"window_size": 8}
 
 
-def test_a_budget_takes_the_place_of_the_ratio_and_full_needs_neither(tmp_path):
+def test_a_budget_takes_the_place_of_the_ratio_and_full_and_blind_need_neither(tmp_path):
     parameters = {"task": "tiny_textvqa", "model": "tiny", "budget": 64}
     assert cell_folder({**parameters, "method": "snapkv"}, tmp_path).name == "snapkv-budget=64"
-    assert cell_folder({**parameters, "method": "full"}, tmp_path).name == "full-1"
+    for method, name in (("full", "full-1"), ("blind", "blind-0")):
+        assert cell_folder({**parameters, "method": method}, tmp_path).name == name
+        assert cell_folder({**parameters, "budget": None, "method": method}, tmp_path).name == name
 
 
 @pytest.mark.parametrize(
@@ -205,6 +207,8 @@ def test_a_budget_takes_the_place_of_the_ratio_and_full_needs_neither(tmp_path):
         ({"task": "a,b"}, "task 'a,b': a trial has one task"),
         ({"method": "full,snapkv"}, "method 'full,snapkv': a trial has one method"),
         ({"method": "all"}, "method 'all': a trial has one method"),
+        ({"ratio": "0.5,0.2"}, "a trial is one cell, not snapkv-0.5, snapkv-0.2: list several values under values:"),
+        ({"method": "random", "seed": "1..2"}, "a trial is one cell, not random-0.2-seed=1, random-0.2-seed=2"),
         ({"ratio": None}, "give either RATIO, or '-' for RATIO and budget=ENTRIES"),
     ],
 )

@@ -378,7 +378,7 @@ function show(index) {
   $("survivors").hidden = !keys.length;
   $("samples").hidden = group.questions.length < 2;
   const options = [...group.labels].filter(([series, name]) => series !== name).map(([series]) => series);
-  $("cells-lead").textContent = `${group.cells.length} cells. Click a column to sort by it.` + (options.length ? ` Options: ${options.join("; ")}.` : "");
+  $("cells-lead").textContent = `${group.cells.length} cell${group.cells.length === 1 ? "" : "s"}. Click a column to sort by it.` + (options.length ? ` Options: ${options.join("; ")}.` : "") + (group.draws ? ` ${group.draws}` : "");
   $("cells-warning").textContent = group.warning;
   $("cells-warning").hidden = !group.warning;
   $("budgets-lead").textContent = heads ? `One row per layer, one column per KV head: the mean over ${keys.length} question${keys.length > 1 ? "s" : ""}.` : "One row per layer, the mean over all questions. (Run with --overlays N to see each KV head.)";
