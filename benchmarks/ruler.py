@@ -235,7 +235,7 @@ def rows_of(tasks: list[Task], answers: dict[str, Answers], ratio: float) -> dic
     return {row.method: row for row in sorted(rows.values(), key=place)}
 
 
-def has_answers(task: Task, answers: Answers, methods: Iterable[str] = RULERS) -> bool:
+def has_answers(task: Task, answers: Answers, methods: Iterable[str] = ("full",)) -> bool:
     """Return whether each of the methods has answered or refused at RATIOS."""
     cells = cells_of(task, list(methods))
     return all(cell.key in answers.refused or len(answers.of(cell, task.questions)) == task.questions for cell in cells)

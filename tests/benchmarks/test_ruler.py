@@ -104,7 +104,7 @@ def test_the_best_and_the_worst_are_asked_at_more_and_the_very_good_at_less(answ
 def test_a_task_has_answers_where_each_method_asked_has_answered_all_or_refused(answered):
     tasks, answers = answered
     of_task = answers[tasks[0].name]
-    assert ruler.has_answers(tasks[0], of_task)  # the references
+    assert ruler.has_answers(tasks[0], of_task)  # the full cache
     assert ruler.has_answers(tasks[0], of_task, METHODS)
     (cell, _) = cells_of(tasks[0], ["snapkv"])
     del of_task.right[cell.key]
