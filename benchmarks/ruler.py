@@ -11,6 +11,7 @@ table is written of the methods that have answered all tasks that were asked, `<
 import hashlib
 import json
 import random
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 import kvcompress
 from kvcompress.bench.results import about, page
@@ -125,6 +126,7 @@ def drawn(checkpoint: Path, name: str, length: int, count: int) -> "list[Instanc
     # `niah_utils` draws numbers when it is imported, which the first task does: here, before the seed.
     from lm_eval.tasks.ruler import common_utils, niah_utils  # noqa: F401
 
+    sys.modules.pop("lm_eval.tasks.ruler.cwe_utils", None)  # its own generator would go on from the last draw
     state, numpy_state = random.getstate(), np.random.get_state()
     random.seed(0)
     np.random.seed(1234)
@@ -141,6 +143,12 @@ def drawn(checkpoint: Path, name: str, length: int, count: int) -> "list[Instanc
         random.setstate(state)
         np.random.set_state(numpy_state)
     return task.instances
+
+
+def identity(asked: str, new_tokens: int, config: PretrainedConfig) -> str:
+    """Return the hash of a task's prompts, answers' length and model, the same in every release of transformers."""
+    of_model = {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"}
+    return hashlib.sha256(f"{asked} {new_tokens} {json.dumps(of_model, sort_keys=True)}".encode()).hexdigest()[:16]
 
 
 def task_of(name: str, length: int, questions: int) -> Task:
@@ -163,7 +171,7 @@ def task_of(name: str, length: int, questions: int) -> Task:
     return Task(
         name=name,
         title=f"{name}, {length} tokens",
-        identity=hashlib.sha256(f"{asked} {TASKS[name]} {model.config.to_json_string()}".encode()).hexdigest()[:16],
+        identity=identity(asked, TASKS[name], model.config),
         model=model,
         questions=questions,
         batch_size=questions,
