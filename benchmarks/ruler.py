@@ -318,11 +318,10 @@ def report(length: int, tasks: list[Task], answers: dict[str, Answers]) -> str:
             if cell.key in answers[task.name].refused:
                 refused.setdefault(answers[task.name].refused[cell.key], set()).add(cell.method)
     parts += [f"Not here: {', '.join(sorted(methods))} ({why})." for why, methods in sorted(refused.items())]
-    for ratio in RATIOS:
-        rows = rows_of(tasks, answers, ratio)
-        asked = {cell.method for task in tasks for cell in cells_of(task, list(kvcompress.list_methods()))}
-        if missing := sorted(asked.difference(rows, *refused.values())):
-            parts.append(f"Not asked all of this at {ratio:.0%}: {', '.join(missing)}.")
+    asked = {cell.method for task in tasks for cell in cells_of(task, list(kvcompress.list_methods()))}
+    whole = set.intersection(*(set(rows_of(tasks, answers, ratio)) for ratio in RATIOS))
+    if missing := sorted(asked.difference(whole, *refused.values())):
+        parts.append(f"Not asked all of this: {', '.join(missing)}.")
     words = ["benchmarks.ruler", str(length)]
     return page(about(words, {}, torch.device("cpu")), f"RULER at {length:,} tokens on Qwen2.5-Coder-0.5B", *parts)
 

@@ -122,9 +122,7 @@ def test_the_page_names_the_methods_that_have_not_answered_all_tasks(answered, m
     assert "Not asked" not in ruler.report(1024, tasks, answers)
     (_, cell) = cells_of(tasks[0], ["adakv"])
     del answers[tasks[0].name].right[cell.key]
-    text = ruler.report(1024, tasks, answers)
-    assert "Not asked all of this at 10%: adakv." in text
-    assert "at 30%" not in text
+    assert "Not asked all of this: adakv." in ruler.report(1024, tasks, answers)
 
 
 def test_the_page_says_bytes_and_what_refused(answered):
