@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Run the tests on two processes; arguments go to pytest:
-#   ./scripts/run_tests.sh                       all tests that are neither slow nor need a GPU
+#   ./scripts/run_tests.sh                       a sample of the tests that are neither slow nor need a GPU
+#   ./scripts/run_tests.sh --every-case          all of them
+#   ./scripts/run_tests.sh tests/kvcompress/cache      all of a folder
 #   ./scripts/run_tests.sh -m slow               the slow tests
 #   ./scripts/run_tests.sh -n 0 -k snapkv        in one process, selected by name
 set -euo pipefail

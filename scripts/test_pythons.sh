@@ -3,7 +3,7 @@
 # wheels.
 #   ./scripts/test_pythons.sh                    all versions
 #   ./scripts/test_pythons.sh 3.10 3.13          these versions
-#   ARGUMENTS="-n 2 -k snapkv" ./scripts/test_pythons.sh 3.13     arguments of pytest, in place of -n 2
+#   ARGUMENTS="-n 2 -k snapkv" ./scripts/test_pythons.sh 3.13     arguments of pytest, in place of -n 2 --every-case
 # Each version has its own environment: .venv-py3.13 and so on.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,7 +19,7 @@ for version in "$@"; do
     (
       export VIRTUAL_ENV="$environment" IS_TESTED_SET=yes
       source scripts/setup_env.sh dev
-      "$PYTHON" -m pytest ${ARGUMENTS:--n 2}
+      "$PYTHON" -m pytest ${ARGUMENTS:--n 2 --every-case}
     )
     echo "Python $version: tests are green"
   else

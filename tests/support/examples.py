@@ -1,7 +1,7 @@
 """How many examples the property tests draw.
 
-`EXAMPLES=10 ./scripts/run_tests.sh` draws ten times as many, and tests all combinations of what an ordinary run only
-pairs, such as every method with every family."""
+`EXAMPLES=10 ./scripts/run_tests.sh --every-case` draws ten times as many, and tests all combinations of what an
+ordinary run only pairs, such as every method with every family."""
 
 import itertools
 import os
