@@ -381,14 +381,14 @@ class Session:
         cache = cache_in(kwargs)
         if isinstance(cache, SlotCache):
             return cache
+        use_cache = kwargs.get("use_cache")
+        if use_cache is False or (use_cache is None and cache is None and not self._config.use_cache):
+            raise KVCompressError("use_cache is off: without a KV cache there is nothing to compress")
         if isinstance(cache, CompressedCache):
             if cache.is_empty:
                 check_heads(self.model, cache.policy)
                 check_cache(self.model, cache.config)
             return cache
-        use_cache = kwargs.get("use_cache")
-        if use_cache is False or (use_cache is None and not self._config.use_cache):
-            raise KVCompressError("use_cache is off: without a KV cache there is nothing to compress")
         if self._new_cache is None:
             raise KVCompressError("attach(...) compresses nothing by itself: pass past_key_values=CompressedCache(...)")
         ours = CompressedCache(self.model.config, **self._new_cache)  # first: it refuses a model without attention

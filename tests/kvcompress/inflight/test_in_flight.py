@@ -253,6 +253,7 @@ def test_a_bad_request_ends_with_its_own_error_and_disturbs_no_other():
         Request({"input_ids": ids}, {"assistant_model": model}),
         Request({"input_ids": ids}, {"streamer": BaseStreamer()}),
         *(Request({"input_ids": ids}, {name: True}) for name in NOT_RETURNED),
+        Request({"input_ids": ids}, {"use_cache": False}),
     ]
     mixed = [each for pair in itertools.zip_longest(bad, requests) for each in pair if each is not None]
     found = answers_of(model, mixed, max_new_tokens=8, do_sample=False)
@@ -270,6 +271,7 @@ def test_a_bad_request_ends_with_its_own_error_and_disturbs_no_other():
     assert "not by dola" in said[10]
     for index, name in enumerate(("assistant_model", "streamer", *NOT_RETURNED), 11):
         assert f"{name}= does not go with requests in flight" in said[index]
+    assert "use_cache is off" in said[len(bad) - 1]
     assert all(answer.error is None or not len(answer.tokens) for answer in found)
 
 
