@@ -4,14 +4,13 @@ Questions about one picture or document are not independent: they form a cluster
 (Miller 2024, https://arxiv.org/abs/2411.00640). Without clusters, every question is one of its own.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from scipy.stats import binomtest, permutation_test
+from scipy.stats import binomtest, permutation_test, t
 from statsmodels.regression.linear_model import OLS
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.power import normal_sample_size_one_tail
@@ -42,8 +41,8 @@ def paired_test(a: Numbers, b: Numbers, clusters: Sequence | None = None) -> Com
     """Compare two methods on the same questions.
 
     Interval and p-value are those of a t-test on the differences with clustered standard errors; with a cluster per
-    question, the paired t-test. Where at most FEW clusters changed, the p-value is exact, over all flips of their
-    signs, and the interval is `_of_few`, which has a width even if nothing changed. So it is where all changed alike.
+    question, the paired t-test. Where at most FEW clusters changed, or all alike, the p-value is exact, over all flips
+    of their signs, and the interval is `_adjusted`, which has a width even if nothing changed.
 
     Args:
         a, b: scores of the questions, in the same order, (questions,).
@@ -57,14 +56,12 @@ def paired_test(a: Numbers, b: Numbers, clusters: Sequence | None = None) -> Com
         raise KVCompressError(f"a paired comparison needs the same questions, not {len(a)} and {len(b)}")
     codes, scores = _codes(clusters, len(a)), np.concatenate([a, b])
     most = max(1.0, float(np.ptp(scores)), float(np.abs(scores).max()))  # by which a question's score can differ
-    of_cluster = pd.Series(a - b).groupby(codes).agg(["sum", "size"])
-    changed = of_cluster["sum"][of_cluster["sum"].abs() > 1e-12].to_numpy()
+    sums, sizes = pd.Series(a - b).groupby(codes).agg(["sum", "size"]).to_numpy(float).T
+    changed = sums[np.abs(sums) > 1e-12]
     if len(changed) > FEW and np.ptp(a - b) > 1e-12:
         low, high, p_value = _clustered(a - b, codes)
     else:  # also where every question changed alike, which has no standard error
-        largest = most * len(of_cluster) * of_cluster["size"].max() / len(a)
-        are_shares = len(of_cluster) == len(a) and set(scores) <= {0.0, 1.0}
-        low, high = _of_few(changed, len(of_cluster), largest, are_shares)
+        low, high = _adjusted(sums, sizes, most)
         p_value = 1.0
         if len(changed) > FEW:
             p_value = binomtest(int((changed > 0).sum()), len(changed)).pvalue
@@ -72,29 +69,23 @@ def paired_test(a: Numbers, b: Numbers, clusters: Sequence | None = None) -> Com
             p_value = permutation_test((changed,), np.sum, permutation_type="samples", n_resamples=np.inf).pvalue
     deviation = (high - low) / 2 / 1.96 * math.sqrt(len(a))
     ends = max(low, -most), min(high, most)
-    return Comparison(len(a), len(of_cluster), float(np.mean(a - b)), *ends, float(p_value), deviation)
+    return Comparison(len(a), len(sums), float(np.mean(a - b)), *ends, float(p_value), deviation)
 
 
-def _of_few(changed: np.ndarray, clusters: int, largest: float, are_shares: bool) -> tuple[float, float]:
-    """Return the ends of the interval of a mean difference of which few clusters have a part. It joins two shares, each
-    in its Clopper-Pearson interval of 97.5 %, so that both hold in 95 %.
+def _adjusted(sums: np.ndarray, sizes: np.ndarray, most: float) -> tuple[float, float]:
+    """Return the ends of the interval of a mean difference, as if two more clusters of mean size had changed, one each
+    way, by as much as can be (Bonett and Price 2012, https://doi.org/10.3102/1076998611411915).
 
     Args:
-        changed: the sums of differences that are not 0.
-        largest: by how much the mean can differ if all clusters change.
-        are_shares: whether each change counts 1. Then the two are the share of clusters that change and of those the
-            share that gets better; else those that get worse and better, each by as much as can be, or nearly nothing.
+        sums: sum of a cluster's differences, (clusters,).
+        sizes: questions of a cluster, (clusters,).
+        most: by which a question's score can differ.
     """
-    worse, better = int((changed < 0).sum()), int((changed > 0).sum())
-
-    def share(part: int, whole: int) -> tuple[float, float]:
-        return tuple(binomtest(part, whole).proportion_ci(1 - ALPHA / 2)) if whole else (0.0, 1.0)
-
-    if are_shares:
-        ends = itertools.product(share(len(changed), clusters), share(better, len(changed)))
-        possible = [moved * (2 * up - 1) for moved, up in ends]
-        return min(possible), max(possible)
-    return -largest * share(worse, clusters)[1], largest * share(better, clusters)[1]
+    further = np.full(2, sizes.mean())
+    sums, sizes = np.append(sums, further * [most, -most]), np.append(sizes, further)
+    mean = sums.sum() / sizes.sum()
+    half = t.ppf(1 - ALPHA / 2, len(sums) - 1) * math.sqrt(((sums - mean * sizes) ** 2).sum()) / sizes.sum()
+    return mean - half, mean + half
 
 
 def mean_interval(scores: Numbers, clusters: Sequence | None = None) -> tuple[float, float] | None:

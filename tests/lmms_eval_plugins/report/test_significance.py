@@ -70,19 +70,35 @@ def test_equal_answers_to_few_questions_do_not_show_that_methods_are_equal():
     for questions in (10, 100, 1000):
         found = paired_test(np.ones(questions), np.ones(questions))
         assert (found.difference, found.p_value, found.high) == (0, 1, -found.low)
-        # Were a share of `high` to turn, none of so many questions would in 1 case of 80.
-        assert (1 - found.high) ** questions == pytest.approx(1 / 80)
+        # Were a share of `high` to turn, none of so many questions would in about 1 case of 20.
+        assert 1 / 40 < (1 - found.high) ** questions < 1 / 14
 
 
-def test_the_interval_of_few_holds_the_truth_often_enough():
+def test_where_few_answers_turned_the_interval_is_bonetts_and_prices():
+    turned = np.repeat([-1, 0, 1], [6, 40, 2])  # f12 = 2 and f21 = 6 of 48
+    worse, better = (6 + 1) / 50, (2 + 1) / 50
+    half = t.ppf(0.975, 49) * np.sqrt((worse + better - (better - worse) ** 2) / 50)
+    found = paired_test(1 + np.minimum(turned, 0), 1 - np.maximum(turned, 0))
+    assert (found.low, found.high) == pytest.approx((better - worse - half, better - worse + half))
+
+
+@pytest.mark.parametrize("shares", [(0.04, 0.95, 0.01), (0.05, 0.95, 0), (0.1, 0.8, 0.1)])
+def test_the_interval_of_few_holds_the_truth_often_enough(shares):
     @cache
     def is_missed(worse: int, better: int) -> bool:
         turned = np.repeat([-1, 0, 1], [worse, 60 - worse - better, better])
         found = paired_test(1 + np.minimum(turned, 0), 1 - np.maximum(turned, 0))
-        return not found.low <= -0.03 <= found.high
+        return not found.low - 1e-9 <= shares[2] - shares[0] <= found.high + 1e-9
 
-    drawn = np.random.default_rng(1).multinomial(60, [0.04, 0.95, 0.01], size=1000)
+    drawn = np.random.default_rng(1).multinomial(60, shares, size=1000)
     assert sum(is_missed(worse, better) for worse, _, better in drawn.tolist()) <= 0.05 * 1000
+
+
+def test_small_changes_of_few_scores_have_an_interval_no_wider_than_turned_answers():
+    a, parts = np.ones(48), np.ones(48)
+    a[:5], parts[:5] = 0, 0.8
+    turned, changed = paired_test(a, np.ones(48)), paired_test(parts, np.ones(48))
+    assert changed.high - changed.low < turned.high - turned.low
 
 
 def test_a_large_cluster_that_turned_is_within_the_interval():
