@@ -36,7 +36,7 @@ from .positions import go_on_from, rope_deltas
 from .prefix_cache import PrefixCache
 from .replacement import wrapped
 from .resumed_prompt import ResumedPrompt
-from .reused import check_reused
+from .reused import check_filled_by, check_reused
 from .rotary import rotary_embeddings, watch_rotary
 from .second_pass import SecondPass
 from .threads import Threads
@@ -388,6 +388,8 @@ class Session:
             if cache.is_empty:
                 check_heads(self.model, cache.policy)
                 check_cache(self.model, cache.config)
+            elif not torch.compiler.is_compiling():
+                check_filled_by(cache, self.model)
             return cache
         if self._new_cache is None:
             raise KVCompressError("attach(...) compresses nothing by itself: pass past_key_values=CompressedCache(...)")
