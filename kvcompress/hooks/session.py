@@ -30,13 +30,13 @@ from .chunked_prefill import feed_in_chunks
 from .context_first import read_context_first
 from .hidden_states import watch_hidden_states
 from .last_token import check_labels, last_token, note_last_position
-from .model import check_cache, check_heads, check_whole_prompt, text_decoder, unwrapped
+from .model import check_heads, check_whole_prompt, text_decoder, unwrapped
 from .model_identity import ModelReference
 from .positions import go_on_from, rope_deltas
 from .prefix_cache import PrefixCache
 from .replacement import wrapped
 from .resumed_prompt import ResumedPrompt
-from .reused import check_reused
+from .reused import check_given, check_reused
 from .rotary import rotary_embeddings, watch_rotary
 from .second_pass import SecondPass
 from .threads import Threads
@@ -385,9 +385,7 @@ class Session:
         if use_cache is False or (use_cache is None and cache is None and not self._config.use_cache):
             raise KVCompressError("use_cache is off: without a KV cache there is nothing to compress")
         if isinstance(cache, CompressedCache):
-            if cache.is_empty:
-                check_heads(self.model, cache.policy)
-                check_cache(self.model, cache.config)
+            check_given(cache, self.model)
             return cache
         if self._new_cache is None:
             raise KVCompressError("attach(...) compresses nothing by itself: pass past_key_values=CompressedCache(...)")

@@ -66,7 +66,7 @@ class PromptPass:
     """A recorded prefill.
 
     Attributes:
-        inputs: the inputs that identify the batch: `input_ids`, `attention_mask` and the like.
+        inputs: the inputs that identify the batch, in CPU memory: all tensors, and `logits_to_keep`.
         layers: the layers' attention inputs, in order.
         decoder_inputs: the text decoder's inputs, in CPU memory.
         rotary: the rotation of the queries; None if it is unknown, in which case no method asks for it.
@@ -90,7 +90,8 @@ class PromptPass:
         return self.decoder_inputs.nbytes + sum(layer.nbytes for layer in self.layers)
 
     def is_of(self, inputs: dict[str, Any]) -> bool:
-        return all(_is_equal(value, inputs[name]) for name, value in self.inputs.items())
+        names = self.inputs.keys() | inputs.keys()
+        return all(_is_equal(self.inputs.get(name), inputs.get(name)) for name in names)
 
     def serves(self, policy: Policy) -> bool:
         """Whether it holds what the policy's method reads."""
@@ -109,7 +110,7 @@ class SharedPrompt:
     ```
 
     Tokens and kept sets are the same as if the generation ran the prefill itself. The prefill does run if a method
-    changes it (see `is_shareable`), for a batch with other tokens, and for the first method that reads hidden states. A
+    changes it (see `is_shareable`), for a batch with other inputs, and for the first method that reads hidden states. A
     method that reads the prompt twice or answers it first does so once for all its budgets.
 
     Attributes:
@@ -157,14 +158,22 @@ class SharedPrompt:
         is_wanted = self.known is not None or self.room > 0
         if not is_wanted or not is_shareable(self.model, cache, kwargs):
             return forward(*args, **kwargs)
-        inputs = {name: kwargs.get(name) for name in ("input_ids", "attention_mask", "logits_to_keep")}
-        if self.known is not None and self.known.is_of(inputs) and self.known.serves(cache.policy):
+        start = _now(self.model.device)
+        inputs = _fetched(kwargs)
+        is_known = self.known is not None and self.known.is_of(inputs) and self.known.serves(cache.policy)
+        comparing_s = time.perf_counter() - start
+        if is_known:
             self.prompt_pass, self.is_known = self.known, True
-            return self._replay(cache)
-        return self._record(forward, cache, inputs, kwargs)
+            return self._replay(cache, comparing_s)
+        return self._record(forward, cache, inputs, kwargs, comparing_s)
 
     def _record(
-        self, forward: Callable[..., Any], cache: CompressedCache, inputs: dict[str, Any], kwargs: dict[str, Any]
+        self,
+        forward: Callable[..., Any],
+        cache: CompressedCache,
+        inputs: dict[str, Any],
+        kwargs: dict[str, Any],
+        comparing_s: float,
     ) -> Any:
         rotaries: list[Rotary] = []
         decoder, hidden = text_decoder(self.model), {}
@@ -183,7 +192,7 @@ class SharedPrompt:
         finally:
             for handle in [*handles, *notes]:
                 handle.remove()
-        self._correction_s = -sum(note.keeping_s for note in notes)
+        self._correction_s = -comparing_s - sum(note.keeping_s for note in notes)
         # The decoder saw only the end of a resumed prompt: the prefix cache has the rest.
         is_whole = found and not cache.resumed_at and all(note.attended for note in notes)
         if is_whole and isinstance(output, ModelOutput):
@@ -211,8 +220,8 @@ class SharedPrompt:
         inputs = self.prompt_pass.decoder_inputs.to(self.model.device)
         self._second_pass = cache.second_pass = SecondPass(inputs, self.prompt_pass.second_passes)
 
-    def _replay(self, cache: CompressedCache) -> ModelOutput:
-        known, loading_s = self.known, 0.0
+    def _replay(self, cache: CompressedCache, loading_s: float) -> ModelOutput:
+        known = self.known
         if (positions := known.decoder_inputs.position_ids) is not None:
             cache.last_position = positions[..., -1:].to(self.model.device)
         if known.rotary is not None:
@@ -278,6 +287,12 @@ def is_shareable(model: PreTrainedModel, cache: object, kwargs: dict[str, Any]) 
     if policy.sums_attention and model.device.type == "cpu" and model.dtype == torch.float32:
         return False
     return policy.tokens is None and policy.engine.prefill_chunk is None and policy.engine.scope != "context-first"
+
+
+def _fetched(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a forward pass that its result depends on, in CPU memory."""
+    tensors = {name: value.detach().cpu() for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+    return {**tensors, "logits_to_keep": kwargs.get("logits_to_keep")}
 
 
 def _is_equal(one: Any, other: Any) -> bool:

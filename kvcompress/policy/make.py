@@ -114,7 +114,7 @@ def _check_storage(engine: Engine, given: list[str]) -> None:
         check_bits(engine.kv_backend, engine.kv_bits)
         if of_groups := {"kv_group_size", "kv_residual"} & set(given):
             raise KVCompressError(
-                f"{min(of_groups)}= is not for kv_backend={engine.kv_backend!r}, which packs each entry alone"
+                f"{min(of_groups)}= is not for kv_backend={engine.kv_backend!r}: it is for quanto and hqq"
             )
 
 

@@ -420,8 +420,8 @@ def test_compression_that_cannot_happen_is_an_error_not_a_silent_full_cache():
     with kvcompress.compress(model, "snapkv", 0.5):
         with pytest.raises(error, match="use_cache is off"):
             model.generate(**inputs, use_cache=False, max_new_tokens=2)
+        cache = kvcompress.CompressedCache(model.config, "snapkv", 0.5)
         with pytest.raises(error, match="use_cache is off"):
-            cache = kvcompress.CompressedCache(model.config, "snapkv", 0.5)
             model.generate(**inputs, past_key_values=cache, use_cache=False, max_new_tokens=2)
         with pytest.raises(error, match="past_key_values is a StaticCache"):
             model.generate(**inputs, past_key_values=StaticCache(model.config, 64), max_new_tokens=2)

@@ -181,6 +181,18 @@ def test_a_cache_that_was_made_for_another_model_is_an_error(layers):
         MODEL(**INPUTS, past_key_values=equal)
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_filled_cache_is_not_continued_in_another_model(tokens):
+    with torch.no_grad(), compress() as session:
+        MODEL(**INPUTS)
+    more = torch.arange(20, 20 + 2 * tokens).view(2, tokens)
+    for other, what in ((copy.deepcopy(MODEL), "filled by another model"), (FAMILY.build(2), "made for another model")):
+        with torch.no_grad(), kvcompress.attach(other), pytest.raises(KVCompressError, match=what):
+            other(more, past_key_values=session.cache)
+    with torch.no_grad(), kvcompress.attach(MODEL):
+        MODEL(more, past_key_values=session.cache)  # it is as it was
+
+
 def test_a_cache_for_the_text_model_alone_knows_no_images_and_is_an_error():
     model = FAMILIES["llava-onevision"].build()
     cache = CompressedCache(model.config.text_config, "look-m", 0.3)

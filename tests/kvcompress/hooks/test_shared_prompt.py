@@ -169,6 +169,36 @@ def test_a_pass_is_not_taken_for_that_of_another_batch():
     assert shared.prompt_pass.is_of(shared.prompt_pass.inputs)  # it was noted in the other's place
 
 
+@pytest.mark.parametrize("other", ["pixel_values", "inputs_embeds", "position_ids"])
+def test_a_pass_is_not_taken_for_that_of_other_inputs_with_the_same_tokens(other):
+    """Of another picture, of embeddings without tokens, of the same tokens elsewhere."""
+    model = QWEN2_VL.build() if other == "pixel_values" else QWEN2.build()
+    inputs = QWEN2_VL.inputs(model, [40], [1]) if other == "pixel_values" else QWEN2.inputs(model, [20])
+    if other == "inputs_embeds":
+        ids = inputs["input_ids"]
+        inputs = {other: model.get_input_embeddings()(ids).detach(), "attention_mask": torch.ones_like(ids)}
+        changed = {**inputs, other: inputs[other].flip(1)}
+    elif other == "position_ids":
+        changed = {**inputs, other: 2 * torch.arange(20)[None]}
+        inputs = {**inputs, other: torch.arange(20)[None]}
+    else:
+        changed = {**inputs, other: -inputs[other]}
+
+    def step(inputs, known):
+        with torch.no_grad(), SharedPrompt(model, known) as shared, kvcompress.compress(model, "knorm", 0.5):
+            return model(**inputs, logits_to_keep=1).logits, shared
+
+    logits, first = step(inputs, None)
+    again, same = step(inputs, first.prompt_pass)
+    assert same.is_known
+    assert torch.equal(again, logits)
+    expected, _ = step(changed, None)
+    ours, shared = step(changed, first.prompt_pass)
+    assert not shared.is_known
+    assert torch.equal(ours, expected)
+    assert not torch.equal(expected, logits)
+
+
 def test_positions_are_those_of_the_prompt_not_of_the_model_s_latest():
     """Qwen2-VL stores the position offset of its latest prompt's images; `generate` computes it again."""
     model = QWEN2_VL.build()

@@ -18,6 +18,7 @@ from lmms_eval_plugins.model.answering import Answering
 from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT
 from lmms_eval_plugins.model.lm import KVCompressLM
 from tests.support.checkpoints import image, load_lm, messages, requests, texts
+from tests.support.docs import DOCS, python_blocks
 
 VLM_FAMILIES = ("llava-onevision", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "internvl")
 
@@ -39,6 +40,16 @@ def test_the_model_is_had_from_its_package_too():
     assert lmms_eval_plugins.model.KVCompressLM is KVCompressLM
     with pytest.raises(AttributeError, match="NoSuchLM"):
         lmms_eval_plugins.model.NoSuchLM  # noqa: B018 (reading it is the test)
+
+
+@pytest.mark.slow
+def test_several_settings_run_on_one_loaded_model_as_the_page_says(capsys):
+    code = next(block for block in python_blocks(DOCS / "model-args.md") if "lm.set_cell" in block)
+    exec(code, {})
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{'tiny_textvqa'")]
+    assert len(printed) == 2
+    assert "'realised_ratio': {'mean': 0.5" in printed[0]
+    assert "'realised_ratio': {'mean': 0.2" in printed[1]
 
 
 # -- prompts and answers ----------------------------------------------------------------------------------------------
