@@ -1,4 +1,5 @@
-"""Random configurations of everything, each checked against the masked full cache, its rows run alone and in flight.
+"""Random configurations of everything, each checked against the masked full cache, its rows run alone, also after a
+second prompt, and in flight.
 
     python -m tests.fuzz --configurations 2000 --out runs/fuzz.jsonl
 
@@ -32,7 +33,7 @@ from kvcompress.scoring.selection import ADAPTIVE
 from kvcompress.scoring.vision import vision_token_mask
 from tests.support.calibrations import calibration_of
 from tests.support.fair import checked_choices
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, FIRST_TEXT, VOCAB_SIZE
 from tests.support.in_flight import check_in_flight
 from tests.support.passages import PASSAGE, OneLetterPerToken, passage_of, with_passage
 from tests.support.strategies import METHODS, OPTIONS, TIED
@@ -97,7 +98,7 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     if "decode_interval" not in options or rng.random() < 0.05:
         kinds = ["dynamic", "static", "offloaded", "offloaded_static"]
         options |= rng.choice([EIGHT_BITS, FP8, ALL_CHANNELS, *({"cache_implementation": kind} for kind in kinds)])
-    return {
+    config = {
         "family": family,
         "heads": rng.choice([(4, 2), (4, 1), (4, 4), (6, 2)]),
         "lengths": lengths,
@@ -107,7 +108,13 @@ def draw(seed: int, index: int) -> dict[str, Any]:
         "options": options,
         "slots": rng.choice([0, 0, 1, 2]),  # 0: not in flight
         "prefill_tokens": rng.choice([None, 1, 7, 25]),
+        "more": rng.choice([None, [rng.choice([1, 4, 20]) for _ in range(batch)]]),  # tokens of a second prompt
     }
+    if config["more"] and method != "full" and rng.random() < 0.4:
+        unfit = ("context_tokens", "fair", *EIGHT_BITS, *ALL_CHANNELS)
+        options |= {"scope": "prompt", "ratio_of": "prompt", "prefill_chunk": rng.choice([1, 3, 8, 25])}
+        config["options"] = {name: value for name, value in options.items() if name not in unfit}
+    return config
 
 
 def scored_by(config: dict[str, Any]) -> str:
@@ -124,6 +131,37 @@ def answer(
         criteria = StoppingCriteriaList([history])
         tokens, logits = generate(model, inputs, NEW, forced, stopping_criteria=criteria)
     return tokens, logits, history.kept
+
+
+def second_prompt(inputs: dict, tokens: torch.Tensor, more: list[int]) -> dict:
+    """Return inputs, their answer and `more[row]` further tokens, which begin with pads where a row has fewer."""
+    shape = len(more), 1 + max(more)
+    ids, mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    for row, count in enumerate(more):
+        text = torch.randint(FIRST_TEXT, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(count))
+        ids[row, -count - 1 :] = torch.cat([tokens[row, -1:], text])  # of the answer only this was not fed yet
+        mask[row, -count - 1 :] = 1
+    fed = tokens[:, :-1]
+    longer = {
+        "input_ids": torch.cat([inputs["input_ids"], fed, ids], 1),
+        "attention_mask": torch.cat([inputs["attention_mask"], torch.ones_like(fed), mask], 1),
+    }
+    if "mm_token_type_ids" in inputs:
+        types = inputs["mm_token_type_ids"]
+        longer["mm_token_type_ids"] = torch.nn.functional.pad(types, (0, fed.shape[1] + shape[1]))
+    return longer
+
+
+def two_turns(
+    model: torch.nn.Module, inputs: dict, config: dict, more: list[int], forced=(None, None)
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the tokens of both answers, and the logits of the second."""
+    options = config["options"] | calibration_of(scored_by(config), model) | {"tokenizer": OneLetterPerToken()}
+    with kvcompress.compress(model, config["method"], max_new_tokens=NEW + 1, **options) as session:
+        first, _ = generate(model, inputs, NEW, forced[0])
+        longer = second_prompt(inputs, first, more)
+        second, logits = generate(model, longer, NEW, forced[1], past_key_values=session.cache)
+    return (first, second), logits
 
 
 def check_protected(config: dict[str, Any], model: torch.nn.Module, inputs: dict, history: dict) -> None:
@@ -168,7 +206,7 @@ def check(config: dict[str, Any]) -> None:
         for _ in range(2):  # the second time, what is kept of the contexts is known
             known = answer(model, inputs, config, tokens, prefix_cache=prefixes)
             torch.testing.assert_close(known[1], logits, atol=TOLERANCE, rtol=0)
-    elif exact and not merges and config["options"]["first_token"] == "full":
+    elif exact and not merges and options["first_token"] == "full" and "prefill_chunk" not in options:
         with only_attending_to(model, history):
             _, expected = generate(model, inputs, NEW, forced=tokens)
         torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
@@ -187,6 +225,12 @@ def check(config: dict[str, Any]) -> None:
             for layer, solo_layer in zip(layers, solo[seen - columns + length], strict=True):
                 for head, solo_head in zip(layer[row], solo_layer[0], strict=True):
                     assert (head - (columns - length)).tolist() == solo_head.tolist(), "kept sets differ"
+    if (more := config.get("more")) and len(more) > 1:
+        forced, logits = two_turns(model, inputs, config, more)
+        for row in range(len(more)):
+            of_row = [tokens[row : row + 1] for tokens in forced]
+            _, alone = two_turns(model, family.solo(inputs, row), config, more[row : row + 1], of_row)
+            torch.testing.assert_close(logits[row], alone[0], atol=TOLERANCE, rtol=0)
     if config.get("slots"):
         options = dict(config["options"])
         kind = options.pop("cache_implementation", "dynamic")

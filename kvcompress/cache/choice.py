@@ -218,6 +218,7 @@ class Choice:
         held: list[list[int]] | None = None,
         has_no_pads: bool = False,
         reading: bool = False,
+        stays: list[bool] | None = None,
         **vision: object,
     ) -> Kept:
         """Choose among stored and newer entries.
@@ -231,6 +232,7 @@ class Choice:
             new: the latest queries, which are not in the sums yet.
             held, has_no_pads: as in `Memory`; without them pads are counted, which waits for the device.
             reading: as in `StoredEntries`.
+            stays: the rows that keep everything, whatever their budget.
             vision: fields of `LayerView` about vision tokens.
 
         Returns:
@@ -270,7 +272,10 @@ class Choice:
             kept = replace(kept, sums=view.sums)
         # Layers share a row's budget by its tokens, which are the same for all, not by the entries that each holds.
         own = self._shares(view, log.shares, log.protected)
-        budgets = [min(share, held) for share, held in zip(own, entries, strict=True)]
+        budgets = [
+            held if all_stay else min(share, held)
+            for share, held, all_stay in zip(own, entries, stays or [False] * rows, strict=True)
+        ]
         view = replace(view, lengths=entries, budgets=budgets, mean_budgets=tuple(view.budgets))
         if budgets == entries:
             if view.stored.reading:  # for decoding, even if the last chunk evicts nothing

@@ -220,8 +220,10 @@ class CompressedLayer(CacheLayerMixin):
         return self.policy.engine.cache_implementation == "static" and self.hiding is None
 
     def get_seq_length(self) -> int | torch.Tensor:
-        """Return the number of tokens seen; with static shapes a tensor on the device, so that no step waits for it."""
-        return self._pass.length
+        """Return the number of tokens seen; with static shapes a tensor () on the device, so that no step waits for
+        it."""
+        length = self._pass.length
+        return length.squeeze() if isinstance(length, torch.Tensor) else length
 
     def get_max_length(self) -> int:
         return -1

@@ -252,6 +252,7 @@ class LaterChunk(Prefill):
             rotary,
             has_no_pads=has_no_pads,
             reading=True,
+            stays=[not length for length in tokens.lengths],  # alone they would have no such chunk
             **tokens.vision_among(both.indices),
         )
         if reduced.indices is not both.indices:

@@ -9,7 +9,8 @@ layer decides between three cases:
 - decode: one token, already appended to the kept entries. Ragged entries are read in place.
 
 After the first prompt the layer builds the mask, since layers differ in length and the model builds one mask for
-all."""
+all. The model's is then asked only which new tokens see each other: some let those of an image do so in both
+directions."""
 
 import sys
 from collections.abc import Callable
@@ -43,10 +44,10 @@ def register_attention(base: str) -> str:
 
 def prompt_mask(base_mask: Callable, batch_size, q_length, kv_length, q_offset=0, local_size=None, **kwargs):
     """Return the base's mask for a prefill, otherwise None, as the layer then builds it (sliding layers keep the
-    base's)."""
+    base's), except of a later prompt that is not simply causal."""
     # With static shapes the offset is on the device; one query then is a decode step.
     is_later = q_length == 1 if isinstance(q_offset, torch.Tensor) else q_offset > 0
-    if local_size is None and is_later:
+    if local_size is None and is_later and (q_length == 1 or kwargs.get("allow_is_causal_skip", True)):
         return None
     return base_mask(batch_size, q_length, kv_length, q_offset=q_offset, local_size=local_size, **kwargs)
 
@@ -75,7 +76,8 @@ def compressed_attention(
     if getattr(module, "layer_idx", layer.layer_idx) != layer.layer_idx:
         return attend_to_others(base, attend, module, query, given, value, attention_mask, scaling=scaling, **kwargs)
     if not layer.is_first_prompt:
-        result = attend_to_kept(base, attend, module, query, key, value, layer, given, scaling=scaling, **kwargs)
+        kept = layer, given, attention_mask
+        result = attend_to_kept(base, attend, module, query, key, value, *kept, scaling=scaling, **kwargs)
     elif layer.wants_sums and can_compute_sums(base, module, query, attention_mask, kwargs):
         output, sums = attention_with_sums(query, key, value, scaling)
         query.column_sums = Noted(key, scaling, sums)
@@ -124,22 +126,24 @@ def attend_to_others(base: str, attend: Callable, module: torch.nn.Module, query
             mask = base_mask_format(base, mask.tril(key.shape[2] - queries)[None, None], query.dtype)
         return attend(module, query, key, value, mask, **kwargs)
     if given.in_place:  # over the entries now stored
-        return attend_to_kept(base, attend, module, query, key, value, given.kv_layer, given, **kwargs)
+        return attend_to_kept(base, attend, module, query, key, value, given.kv_layer, given, None, **kwargs)
     mask = None if given.mask is None else given.mask[:, :, -queries:]
     query, key = with_bias(query, key, given.kv_layer, kwargs["scaling"])
     return attend_under(base, attend, module, query, key, value, mask, **kwargs)
 
 
-def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, key, value, layer, given, **kwargs):
+def attend_to_kept(
+    base: str, attend: Callable, module: torch.nn.Module, query, key, value, layer, given, model_mask, **kwargs
+):
     """Run the base implementation over a layer's kept entries, under the layer's mask, which is then stored in `given`.
 
-    Other arguments are as in `compressed_attention`."""
+    `model_mask` is the model's; other arguments are as in `compressed_attention`."""
     query, key = with_bias(query, key, layer, kwargs["scaling"])
     if layer.decodes_in_place:
         if can_decode_in_place(base, kwargs):
             return layer.storage.decode(query, kwargs["scaling"]).transpose(1, 2), None
         key, value = layer.storage.read()
-    mask = layer.mask(query.shape[2])  # (batch, 1 or kv_heads, queries, keys)
+    mask = with_new_tokens(layer.mask(query.shape[2]), model_mask)  # (batch, 1 or kv_heads, queries, keys)
     if base == "sdpa" and layer.has_fixed_shapes and query.shape[2] == 1 and not kwargs.get("dropout"):
         result = one_query_per_head(query, key, value, mask, kwargs["scaling"]), None
     else:
@@ -147,6 +151,16 @@ def attend_to_kept(base: str, attend: Callable, module: torch.nn.Module, query, 
     if isinstance(given, LayerKeys):
         given.mask = mask
     return result
+
+
+def with_new_tokens(mask: torch.Tensor | None, model_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a layer's mask in which the tokens of a later prompt also see those that the model's mask shows them."""
+    if mask is None or mask.shape[2] == 1 or model_mask is None or model_mask.ndim != 4:
+        return mask
+    new = mask.shape[2]
+    shown = model_mask[..., -new:]
+    shown = shown if shown.dtype == torch.bool else shown == 0
+    return torch.cat([mask[..., :-new], mask[..., -new:] | shown], dim=-1)
 
 
 def with_bias(query: torch.Tensor, key: torch.Tensor, layer, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -190,7 +190,8 @@ class Pruning:
         both directions); any other means causal attention."""
         left, device = self.source.shape[1], self.source.device
         if isinstance(whole, torch.Tensor) and whole.ndim == 4:
-            visible = whole[:, 0] if whole.dtype == torch.bool else whole[:, 0] == 0
+            visible = whole[:, 0, :, -self.whole.columns :]  # behind stored entries
+            visible = visible if visible.dtype == torch.bool else visible == 0
             visible = visible.to(device).expand(len(self.rows), -1, -1)
             mask = visible[self.rows[..., None], self.source[..., None], self.source[:, None]][:, None]
         elif self.padding is None and self.base != "eager":

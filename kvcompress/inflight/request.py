@@ -13,6 +13,7 @@ from ..cache.cache import CompressedCache
 from ..cache_name import CACHE
 from ..device import on_device
 from ..errors import KVCompressError
+from ..hooks.model import generation_option
 
 ONE_SEQUENCE = ("num_beams", "num_return_sequences", "num_beam_groups")
 ONLY_TOKENS = "an Answer holds tokens, and nothing else that generate returns"
@@ -80,7 +81,6 @@ class TokenChoice:
 
     Attributes:
         config: the generation config that `generate` made of its options.
-        tokens_in: number of the prompt's tokens.
         room: the most tokens that can be generated.
         is_greedy: whether each token is the most likely one, whatever came before.
     """
@@ -93,7 +93,8 @@ class TokenChoice:
         config: GenerationConfig,
         request: Request,
     ):
-        """Other arguments are as `generate` passes them to its loop; `input_ids` are (1, columns)."""
+        """Other arguments are as `generate` passes them to its loop; `input_ids` are (1, columns), of which embeddings
+        have none."""
         for name in ONE_SEQUENCE:
             if (getattr(config, name, None) or 1) > 1:
                 raise KVCompressError(
@@ -101,7 +102,7 @@ class TokenChoice:
                 )
         if (mode := config.get_generation_mode()) not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise KVCompressError(f"a request in flight is decoded greedily or sampled, not by {mode.value}")
-        self.config, self.tokens_in = config, input_ids.shape[1]
+        self.config = config
         self._ids, self._processors, self._samples = input_ids, processors, config.do_sample
         # Lengths and end tokens are checked on the host, so that each step waits for the device only once.
         self._ends, self._criteria, longest = set(), StoppingCriteriaList(), None
@@ -112,7 +113,7 @@ class TokenChoice:
                 self._ends |= set(each.eos_token_id.flatten().tolist())
             else:
                 self._criteria.append(each)
-        self.room = (config.max_length if longest is None else longest) - self.tokens_in
+        self.room = (config.max_length if longest is None else longest) - input_ids.shape[1]
         self.tokens: list[int] = []
         self.is_greedy = not self._samples and not processors
         self._on_tokens, seed = request.on_tokens, request.seed
@@ -165,7 +166,7 @@ def prepare(
 
     device = model.device
     inputs = {name: value.to(device) if hasattr(value, "to") else value for name, value in request.inputs.items()}
-    options = with_stop_strings({**options, **request.options})
+    options = with_stop_strings(model, {**options, **request.options})
     for name, reason in NOT_IN_FLIGHT.items():
         if options.get(name):
             raise KVCompressError(f"{name}= does not go with requests in flight: {reason}")
@@ -173,13 +174,13 @@ def prepare(
     return found[0]
 
 
-def with_stop_strings(options: dict[str, Any]) -> dict[str, Any]:
-    """Convert `stop_strings` and `tokenizer` to a criterion, since transformers drops the tokenizer with
-    `custom_generate`."""
-    strings, tokenizer = options.pop("stop_strings", None), options.pop("tokenizer", None)
+def with_stop_strings(model: PreTrainedModel, options: dict[str, Any]) -> dict[str, Any]:
+    """Convert `stop_strings`, also those of a generation config, and `tokenizer` to a criterion, since transformers
+    drops the tokenizer with `custom_generate`."""
+    tokenizer, strings = options.pop("tokenizer", None), generation_option(model, options, "stop_strings")
     if strings is None:
         return options
     if tokenizer is None:
         raise KVCompressError("stop_strings= needs tokenizer=, the model's")
-    criterion = StopStringCriteria(tokenizer, strings)
-    return {**options, "stopping_criteria": StoppingCriteriaList([*options.get("stopping_criteria", []), criterion])}
+    criteria = [*(options.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)]
+    return {**options, "stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)}

@@ -98,6 +98,7 @@ class UnderWay:
 
     def end_prompt(self) -> None:
         """Note what the prompt costs, and drop its inputs and pieces."""
+        self._tokens_in = self.cache.seen_tokens
         self._kv_bytes_prompt = self.cache.nbytes - self.cache.room_nbytes
         self._realised_ratios = [of_rows[0] for of_rows in self.cache.realised_ratios()]
         self._inputs = self._pieces = None
@@ -122,7 +123,7 @@ class UnderWay:
             ttft_s=self._first_at - self._started,
             tpot_s=None if is_one else (self._latest_at - self._first_at) / (len(tokens) - 1),
             pause_s=None if is_one else self._pause_s,
-            tokens_in=self.choice.tokens_in,
+            tokens_in=self._tokens_in,
             kv_bytes_prompt=self._kv_bytes_prompt,
             realised_ratios=self._realised_ratios,
         )

@@ -124,6 +124,20 @@ def test_prompts_of_other_lengths_compile_once_more_and_then_never():
     del model._compiled_call
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
+def test_steps_and_prompts_without_a_mask_are_as_on_a_dynamic_cache(family):
+    """A model with M-RoPE then asks the cache itself for the next position."""
+    model, token, more = FAMILIES[family].build(), torch.tensor([[20]]), torch.arange(30, 36)[None]
+    inputs = FAMILIES[family].inputs(model, [50], [1] if FAMILIES[family].is_vlm else None)
+    outcomes = []
+    for options in ({}, STATIC):
+        with kvcompress.compress(model, "snapkv", 0.3, max_new_tokens=9, **options) as session, torch.no_grad():
+            model(**inputs)
+            parts = [model(ids, past_key_values=session.cache).logits[:, -1] for ids in (token, token, more, token)]
+        outcomes.append(torch.cat(parts))
+    torch.testing.assert_close(*outcomes, atol=1e-4, rtol=0)
+
+
 def test_static_buffers_hold_the_kept_entries_and_the_room():
     model = FAMILIES["qwen2"].build()
     with kvcompress.compress(model, "snapkv", 0.2, max_new_tokens=9, **STATIC) as session:

@@ -329,32 +329,36 @@ def test_each_chunk_of_a_second_prompt_has_the_mask_of_its_own_columns_where_lay
     torch.testing.assert_close(*outputs, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("steps", [0, 5])
 @pytest.mark.parametrize("method", ["snapkv", "h2o", "r-kv", "expected-attention"])
-def test_the_pads_of_a_second_prompt_have_no_vote_in_any_chunk(method):
-    """A row whose second prompt is shorter keeps the same alone, where there are no pads."""
+def test_the_pads_of_a_second_prompt_have_no_vote_in_any_chunk(method, steps):
+    """A row whose second prompt is shorter keeps the same alone, where there are no pads. After `steps` of an answer it
+    holds more than its budget, but a chunk without any token of its own evicts nothing."""
     model = FAMILIES["qwen2"].build()
     ids = torch.randperm(100, generator=torch.Generator().manual_seed(0))[:84] + 8
-    first, second = ids[:60].view(2, 30), ids[60:].view(2, 12)
+    first, second, seen, pads = ids[:60].view(2, 30), ids[60:].view(2, 12), 30 + steps, 7
     window = {} if method == "h2o" else {"window_size": 4}
 
-    def kept(rows: slice, pads: int) -> list:
-        mask = torch.ones(len(first[rows]), 42, dtype=torch.long)
-        mask[-1, 30 : 30 + pads] = 0
+    def kept(rows: slice) -> list:
+        mask = torch.ones(len(first[rows]), seen + 12, dtype=torch.long)
+        mask[-1, seen : seen + pads] = 0
         more = second[rows]
         if len(mask) == 1:
             more, mask = more[:, pads:], mask[:, mask[0].bool()]
-        positions = (mask.cumsum(1) - 1)[:, 30:].clamp(min=0)
+        positions = (mask.cumsum(1) - 1)[:, seen:].clamp(min=0)
         cache = kvcompress.CompressedCache(
             model.config, method, 0.4, prefill_chunk=6, **window, **calibration_of(method, model)
         )
         with kvcompress.attach(model), torch.no_grad():
             model(first[rows], past_key_values=cache)
+            for step in range(steps):
+                model(first[rows, step, None], past_key_values=cache)
             model(more, attention_mask=mask, position_ids=positions, past_key_values=cache)
         return [cache.kept_indices(layer)[-1] for layer in range(3)]
 
-    for layer, alone in zip(kept(slice(0, 2), pads=7), kept(slice(1, 2), pads=7), strict=True):
+    for layer, alone in zip(kept(slice(0, 2)), kept(slice(1, 2)), strict=True):
         for head, solo_head in zip(layer, alone, strict=True):
-            assert [column - 7 * (column >= 30) for column in head.tolist()] == solo_head.tolist()
+            assert [column - pads * (column >= seen) for column in head.tolist()] == solo_head.tolist()
 
 
 def test_sums_over_a_long_chunk_are_those_of_all_its_queries_at_once(monkeypatch):

@@ -539,6 +539,27 @@ def test_a_text_after_an_image_has_its_own_positions():
     assert torch.equal(*logits)
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["internvl", *sorted({"gemma3", "gemma4", "molmo2"} & MORE_FAMILIES.keys())])
+def test_an_image_of_a_later_prompt_is_seen_as_that_of_a_first(name, implementation):
+    """Where the tokens of an image attend to each other in both directions, too."""
+    family = (FAMILIES | MORE_FAMILIES)[name]
+    model = family.build()
+    inputs = family.inputs(model, [24], [1])
+    before = {"input_ids": inputs["input_ids"][:, :3]}
+    if family.image_format == "gemma3":
+        before["token_type_ids"] = torch.zeros_like(before["input_ids"])
+    model.set_attn_implementation(implementation)
+    try:
+        tokens, expected = generate(model, inputs, 3)
+        with kvcompress.compress(model) as session:
+            generate(model, before, 1)
+            _, logits = generate(model, inputs, 3, tokens, past_key_values=session.cache)
+    finally:
+        model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("name", sorted({CACHE, "past_key_values"}))
 def test_a_cache_may_be_given_by_each_of_its_names(name):
     with compress() as session:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import CompileConfig, LogitsProcessor, LogitsProcessorList
+from transformers import CompileConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import BaseStreamer
 
 import kvcompress
@@ -219,6 +219,18 @@ def test_processors_and_stop_strings_are_transformers_own():
     assert len(expected[0]) == free.index(free[4]) + 1
     found = answers_of(model, requests, **stop)
     assert [(answer.error, answer.tokens.tolist()) for answer in found] == [(None, tokens) for tokens in expected]
+    config = GenerationConfig(stop_strings=stop.pop("stop_strings"), max_new_tokens=10, pad_token_id=0)
+    found = answers_of(model, requests, generation_config=config, tokenizer=tokenizer, stopping_criteria=None)
+    assert [(answer.error, answer.tokens.tolist()) for answer in found] == [(None, tokens) for tokens in expected]
+
+
+def test_embeddings_in_place_of_ids_are_answered_and_counted_as_alone():
+    model, requests = requests_of("qwen2")
+    expected = [tokens_alone(model, inputs, max_new_tokens=5, do_sample=False) for inputs in requests]
+    given = [{"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])} for inputs in requests]
+    found = answers_of(model, given, max_new_tokens=5, do_sample=False)
+    assert [(answer.error, answer.tokens.tolist()) for answer in found] == [(None, tokens) for tokens in expected]
+    assert [answer.tokens_in for answer in found] == [inputs["input_ids"].shape[1] for inputs in requests]
 
 
 class Fails(LogitsProcessor):

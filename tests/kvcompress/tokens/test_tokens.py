@@ -177,6 +177,19 @@ def test_a_second_prompt_sees_what_was_kept(family):
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["internvl", *MORE_FAMILIES.keys() & {"molmo2"}])
+def test_of_an_image_in_a_later_prompt_too_what_is_dropped_is_hidden(family):
+    model, inputs = batch(family, [30], [1])
+    with kvcompress.compress(model, "fastv", 0.5) as session:
+        generate(model, {"input_ids": inputs["input_ids"][:, :3]}, 1)
+        tokens, logits = generate(model, inputs, NEW, past_key_values=session.cache)
+    kept = kept_columns(session.cache)
+    with hidden_from(model, kept):
+        _, expected = generate(model, inputs, NEW, forced=tokens)
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    assert len(kept[1][0]) > len(kept[2][0])
+
+
 @pytest.mark.parametrize(("lengths", "images"), [([40], [1]), (LENGTHS, IMAGES)], ids=["one row", "padded"])
 @pytest.mark.parametrize("implementation", ["eager", "flash_attention_2"])
 @pytest.mark.parametrize("method", ["fastv", "sparsevlm"])
