@@ -87,10 +87,18 @@ def test_a_merge_of_a_file_is_one_like_any_other(write, capsys):
     kvcompress.list_methods()
 
 
-@pytest.mark.parametrize("text", [RULE, MERGE, TOKENS], ids=["a layer budget", "a merge", "a token method"])
-def test_a_file_without_a_kv_method_cannot_be_checked(write, tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (RULE, "mine.py registers no method: a layer budget or a merge is checked as its option"),
+        (MERGE, "mine.py registers no method: a layer budget or a merge is checked as its option"),
+        (TOKENS, "drops tokens before they are cached: it is not a KVCluster"),
+    ],
+    ids=["a layer budget", "a merge", "a token method"],
+)
+def test_a_file_without_a_kv_method_cannot_be_checked(write, tmp_path, text, why):
     write(mine=text)
-    with pytest.raises(KVCompressError, match="registers no KV method"):
+    with pytest.raises(KVCompressError, match=why):
         check_main([str(tmp_path / "mine.py")])
 
 
