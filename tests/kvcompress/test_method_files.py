@@ -1,6 +1,7 @@
 """KVCOMPRESS_METHODS: methods in files of one's own."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -85,6 +86,21 @@ def test_a_merge_of_a_file_is_one_like_any_other(write, capsys):
             kvcompress.list_methods()
     write(budget=MERGE.replace("faint", "pyramid"))  # the name of a layer budget, which is no merge
     kvcompress.list_methods()
+
+
+@pytest.mark.parametrize(
+    ("sees", "layers", "first"),
+    [("embeddings", [99], 0), ("embeddings", [], 0), ("embeddings", [2, 1], 0), ("attention", [0], 1)],
+)
+def test_a_token_method_that_names_a_layer_that_is_not_there_is_one_line(write, sees, layers, first):
+    wrong = TOKENS.replace('sees = "embeddings"', f"sees = {sees!r}").replace("return [0]", f"return {layers}")
+    write(mine=wrong)
+    family = FAMILIES["qwen2-vl"]
+    model = family.build()
+    inputs = family.inputs(model, [40], images=[1])
+    said = re.escape(f"LargeEmbeddings.layers returned {layers}: with sees={sees!r} they ascend, from {first} to ")
+    with pytest.raises(KVCompressError, match=said), kvcompress.compress(model, "large-embeddings", 0.5):
+        model.generate(**inputs, max_new_tokens=2)
 
 
 @pytest.mark.parametrize(
