@@ -5,11 +5,13 @@ kvcompress check value-norm window_size=4     one method, with options
 """
 
 import argparse
+import inspect
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +45,7 @@ def main(arguments: list[str]) -> int:
     for checked in methods_of(file, given.what, options, given.seed):
         for promise, check in PROMISES.items():
             try:
-                reason = failure(check, checked, file)
+                reason = failure(check, checked)
             except NotAsked as error:
                 print(f"-       {checked.method}: {promise}: {error}", flush=True)
                 continue
@@ -71,9 +73,10 @@ def methods_of(file: Path | None, name: str, options: dict[str, str], seed: int)
 
     if file is not None:
         os.environ.pop(FILES, None)  # its files may define methods with the same names
-        names = [each for each in import_file(file, name) if method_info(each).cls.is_checkable]
-        if not names:
-            raise KVCompressError(f"{name} registers no KV method without a file of its model: nothing can be checked")
+        registered = import_file(file, name)
+        if not registered:
+            raise KVCompressError(f"{name} registers no method: a layer budget or a merge is checked as its option")
+        names = [each for each in registered if method_info(each).cls.is_checkable] or registered
     else:
         names = [method_info(name).name]
     found = [Checked(each, options, seed) for each in names]
@@ -90,7 +93,7 @@ def methods_of(file: Path | None, name: str, options: dict[str, str], seed: int)
     return found
 
 
-def failure(check: Callable[["Checked"], None], checked: "Checked", file: Path | None) -> str:
+def failure(check: Callable[["Checked"], None], checked: "Checked") -> str:
     """Return why a promise is broken, in one line; an empty string if it is kept."""
     from .promises import Broken, NotAsked
 
@@ -101,7 +104,9 @@ def failure(check: Callable[["Checked"], None], checked: "Checked", file: Path |
     except (Broken, KVCompressError) as error:
         return str(error)
     except Exception as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
-        frame = (frames or traceback.extract_tb(error.__traceback__))[-1]
-        return f"{type(error).__name__}: {one_line(error)} ({Path(frame.filename).name}, line {frame.lineno})"
+        file, frames = inspect.getfile(type(checked.cluster)), traceback.extract_tb(error.__traceback__)
+        frame = ([frame for frame in frames if frame.filename == file] or frames)[-1]
+        hint = ": a method holds only options, and its `note` or `observe` what a choice leaves to the next"
+        what = one_line(error) + hint * isinstance(error, FrozenInstanceError)
+        return f"{type(error).__name__}: {what} ({Path(frame.filename).name}, line {frame.lineno})"
     return ""

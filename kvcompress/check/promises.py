@@ -1,6 +1,4 @@
-"""The promises of every method, each a function that raises Broken if the promise is not kept.
-
-It raises NotAsked if the method does not make the promise."""
+"""The promises of every method: functions that raise Broken if one is not kept, NotAsked if it is not made."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +32,7 @@ PROTECTED = 1e30  # scores from here on belong to entries that must stay
 DECODING = {"decode_budget": 12, "decode_interval": 2}
 RAGGED = {"head_budget": "adaptive", **DECODING}
 CHUNKS = {"prefill_chunk": 16, **DECODING}
+REPEATABLE = "keep no state between calls, and draw by kvcompress.scoring.layer_view.uniform_noise"
 
 
 class Broken(Exception):
@@ -142,9 +141,7 @@ def keeps_its_budget(checked: Checked) -> None:
 
 
 def decodes_as_the_full_cache_under_a_mask(checked: Checked) -> None:
-    """The mask hides the dropped entries, so this checks positions, masks and gathered entries.
-
-    Nothing is merged here, and prompts are not split into chunks."""
+    """The mask hides the dropped entries: this checks positions, masks and gathering, without merging and chunks."""
     if checked.cluster.biases_keys:
         raise NotAsked("no mask gives a key a bias")
     for tried in checked.tried:
@@ -201,7 +198,7 @@ def chooses_the_same_twice(checked: Checked) -> None:
     first, second = (checked.answer(tried) for _ in range(2))
     for row in range(len(tried.lengths)):
         if _kept(first, row, 0) != _kept(second, row, 0):
-            raise Broken(f"{tried}, ratio {RATIO}: row {row} keeps other entries when run again")
+            raise Broken(f"{tried}, ratio {RATIO}: row {row} keeps other entries when run again: {REPEATABLE}")
 
 
 def a_head_is_scored_by_itself(checked: Checked) -> None:
@@ -218,12 +215,15 @@ def a_head_is_scored_by_itself(checked: Checked) -> None:
     def compared(score: Callable, cluster: KVCluster, *given: Any) -> torch.Tensor:
         *states, view = given
         keys = states[1]
-        scores = checked_scores(score(cluster, *given), f"{cls.__name__}.score", keys)
+        place = f"{cls.__name__}.score"
+        scores, again = (checked_scores(score(cluster, *given), place, keys) for _ in range(2))
+        if not torch.allclose(scores, again, rtol=SCORES, atol=SCORES, equal_nan=True):
+            raise Broken(f"{tried}: {place} returns other scores for the same states when called again: {REPEATABLE}")
         for head in range(keys.shape[1]):
             others = [_with_other_heads(each, head, keys.shape[1], draw) for each in states]
             if cluster.reads_hidden:  # what it computed from all heads
                 others[0] = states[0]
-            apart = score(cluster, *others, view)
+            apart = checked_scores(score(cluster, *others, view), place, keys)
             is_near = torch.isclose(scores[0, head], apart[0, head], rtol=SCORES, atol=SCORES, equal_nan=True)
             if not bool(is_near.all()):
                 column = int((~is_near).nonzero()[0])
@@ -296,9 +296,10 @@ def _same_choice(where: str, row: int, one: Event, other: Event) -> bool:
     together, alone = one.chosen[:, -other.chosen.shape[1] :], other.chosen
     if torch.equal(together, alone):
         return True
-    sums = [
-        other.scores.masked_fill(~chosen | (other.scores.abs() >= PROTECTED), 0).sum() for chosen in (together, alone)
-    ]
+    if bool(((together | alone) & other.scores.isnan()).any()):
+        raise Broken(f"{where}: row {row}, layer {one.layer} keeps places that hold no entry: see view.padding")
+    worth = other.scores.masked_fill(other.scores.abs() >= PROTECTED, 0)
+    sums = [worth.masked_fill(~chosen, 0).sum() for chosen in (together, alone)]
     if not torch.isclose(*sums, rtol=SCORES, atol=SCORES):
         raise Broken(
             f"{where}: row {row}, layer {one.layer} has the same scores, but its choice sums to {sums[0]:.4g} in the "

@@ -84,7 +84,7 @@ class Pruning:
         counts, num_layers = whole.vision_lengths, len(cache.layers)
         kept = [cache.policy.budget(n) if n else 0 for n in counts]
         budgets = [self.method.budgets(k, n, num_layers) for k, n in zip(kept, counts, strict=True)]
-        self.stages = dict(zip(self.method.layers(num_layers), map(list, zip(*budgets, strict=True)), strict=True))
+        self.stages = dict(zip(self._places(num_layers), map(list, zip(*budgets, strict=True)), strict=True))
         self.counts, self.left = counts, [[count] for count in counts]
         device = whole.vision.device
         self.source = torch.arange(whole.columns, device=device).expand(len(counts), -1)
@@ -94,6 +94,16 @@ class Pruning:
         self.look: Callable[[], dict[str, Any]] = dict
         self.sight: dict[str, Any] = {}
         self.mask = None
+
+    def _places(self, num_layers: int) -> list[int]:
+        """Return the method's `layers`. Raises KVCompressError for those that the model, or what it sees, lacks."""
+        places, first = list(self.method.layers(num_layers)), int(self.method.sees == "attention")
+        if not places or places != sorted(set(places)) or places[0] < first or places[-1] >= num_layers:
+            raise KVCompressError(
+                f"{type(self.method).__name__}.layers returned {places}: with sees={self.method.sees!r} they ascend, "
+                f"from {first} to {num_layers - 1}"
+            )
+        return places
 
     @property
     def is_needed(self) -> bool:

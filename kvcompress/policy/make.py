@@ -129,7 +129,8 @@ def _check_parts(policy: Policy, info: MethodInfo, scored_by: MethodInfo) -> Non
     if second not in SECOND_PASSES:
         raise unknown_name("there is no second_pass", second, SECOND_PASSES)
     if missing := [name for name in SECOND_PASSES[second] if not hasattr(policy.cluster, name)]:
-        raise KVCompressError(f"method {scored_by.name!r} has second_pass={second!r}, but no option {missing[0]!r}")
+        options = ", ".join(map(repr, missing))
+        raise KVCompressError(f"method {scored_by.name!r} has second_pass={second!r}, but no option {options}")
     chosen = {name: policy.chosen(name) for name in ("safeguard", "decode_interval")}
     validated(Engine, f"method {scored_by.name!r}:", chosen)
     heads = ["uniform", "shared", *ADAPTIVE]

@@ -49,6 +49,8 @@ def checked_token_scores(scores: object, place: str, vision: torch.Tensor, hidde
 def _of_shape(scores: object, place: str, shape: torch.Size, axes: str) -> torch.Tensor:
     if (returned := shape_of(scores)) != tuple(shape):
         raise KVCompressError(f"{place} returned {returned}: it must be a tensor {axes}, {tuple(shape)}")
+    if scores.is_complex():
+        raise KVCompressError(f"{place} returned {scores.dtype}: scores are real numbers")
     return scores.float()
 
 

@@ -1,6 +1,7 @@
 """KVCOMPRESS_METHODS: methods in files of one's own."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -87,10 +88,33 @@ def test_a_merge_of_a_file_is_one_like_any_other(write, capsys):
     kvcompress.list_methods()
 
 
-@pytest.mark.parametrize("text", [RULE, MERGE, TOKENS], ids=["a layer budget", "a merge", "a token method"])
-def test_a_file_without_a_kv_method_cannot_be_checked(write, tmp_path, text):
+@pytest.mark.parametrize(
+    ("sees", "layers", "first"),
+    [("embeddings", [99], 0), ("embeddings", [], 0), ("embeddings", [2, 1], 0), ("attention", [0], 1)],
+)
+def test_a_token_method_that_names_a_layer_that_is_not_there_is_one_line(write, sees, layers, first):
+    wrong = TOKENS.replace('sees = "embeddings"', f"sees = {sees!r}").replace("return [0]", f"return {layers}")
+    write(mine=wrong)
+    family = FAMILIES["qwen2-vl"]
+    model = family.build()
+    inputs = family.inputs(model, [40], images=[1])
+    said = re.escape(f"LargeEmbeddings.layers returned {layers}: with sees={sees!r} they ascend, from {first} to ")
+    with pytest.raises(KVCompressError, match=said), kvcompress.compress(model, "large-embeddings", 0.5):
+        model.generate(**inputs, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (RULE, "mine.py registers no method: a layer budget or a merge is checked as its option"),
+        (MERGE, "mine.py registers no method: a layer budget or a merge is checked as its option"),
+        (TOKENS, "drops tokens before they are cached: it is not a KVCluster"),
+    ],
+    ids=["a layer budget", "a merge", "a token method"],
+)
+def test_a_file_without_a_kv_method_cannot_be_checked(write, tmp_path, text, why):
     write(mine=text)
-    with pytest.raises(KVCompressError, match="registers no KV method"):
+    with pytest.raises(KVCompressError, match=why):
         check_main([str(tmp_path / "mine.py")])
 
 

@@ -118,6 +118,37 @@ class BeyondTheLast(Norms):
         return super().select(scores, view) + view.lengths[0]
 
 
+@dataclass(frozen=True)
+class KeepsPads(Norms):
+    """While decoding, a head keeps as many places as another, although it holds fewer entries."""
+
+    def select(self, scores, view):
+        if not view.is_decoding:
+            return super().select(scores, view)
+        return scores.topk(int(max(view.budgets))).indices.sort(-1).values
+
+
+@dataclass(frozen=True)
+class Remembers(Norms):
+    def score(self, queries, keys, values, view):
+        self.first = keys
+        return super().score(queries, keys, values, view)
+
+
+@dataclass(frozen=True)
+class Imaginary(Norms):
+    def score(self, queries, keys, values, view):
+        return torch.fft.fft(values, dim=2).sum(-1)
+
+
+@dataclass(frozen=True)
+class Whole(Norms):
+    """Nothing is wrong with whole numbers."""
+
+    def score(self, queries, keys, values, view):
+        return values.norm(dim=-1).argsort(-1)
+
+
 BATCH = "a row gives the same result in a padded batch as alone"
 DECODING = "a row gives the same result in a batch as alone while decoding evicts"
 RAGGED = "a row gives the same result in a batch as alone with ragged heads"
@@ -129,7 +160,12 @@ WRONG = [
     (MeanOverPads, BATCH, r"qwen2, 50 and 31 tokens, ratio 0.3: row 1, layer 0, KV head 0: entry \d+ of 31 scores"),
     (MeanOverPads, CHUNKS, "prefill_chunk=16, decode_budget=12.*while decoding: entry .* in the batch, .* alone"),
     (EveryPair, LINEAR, "qwen2, 1500 and 3000 tokens: scoring creates a tensor of"),
-    (Unseeded, "the same prompt keeps the same entries", "row 0 keeps other entries when run again"),
+    (
+        Unseeded,
+        "the same prompt keeps the same entries",
+        "row 0 keeps other entries when run again: keep no state .*uniform_noise$",
+    ),
+    (Unseeded, APART, r"^qwen2, 50 tokens: Unseeded.score returns other scores for the same states .*uniform_noise$"),
     (OneTooFew, "each row keeps its budget", r"row 0 keeps \[\[14, 14\].* per layer and head instead of 15"),
     (FirstOfTheBatch, BATCH, "row 0, layer 0 has the same scores, but its choice sums to .* in the batch, .* alone"),
     (AddsToValues, MASKED, "logits compressed differ from those masked by up to"),
@@ -142,6 +178,13 @@ WRONG = [
         r"^BeyondTheLast.select returned column \d+ at .* from 0 to 49, after",
     ),
     (ByTheBatch, RAGGED, "head_budget=adaptive"),
+    (KeepsPads, RAGGED, r"row 1, layer 0 keeps places that hold no entry: see view\.padding$"),
+    (
+        Remembers,
+        BATCH,
+        r"^FrozenInstanceError: .* 'first': a method holds only options, .* \(test_check.py, line \d+\)$",
+    ),
+    (Imaginary, BATCH, r"^Imaginary.score returned torch.complex64: scores are real numbers$"),
     (Divides, "each row keeps its budget", r"ZeroDivisionError: division by zero \(test_check.py, line \d+\)"),
 ]
 
@@ -149,9 +192,14 @@ WRONG = [
 @pytest.mark.parametrize(("cls", "promise", "reason"), WRONG)
 def test_what_is_wrong_with_a_method_is_named_with_the_prompts(cls, promise, reason):
     kvcompress.register_method("wrong")(cls)
-    found = command.failure(PROMISES[promise], Checked("wrong"), None)
+    found = command.failure(PROMISES[promise], Checked("wrong"))
     assert re.search(reason, found), found
     assert "\n" not in found
+
+
+def test_scores_may_be_whole_numbers():
+    kvcompress.register_method("whole")(Whole)
+    assert command.failure(PROMISES[APART], Checked("whole")) == ""
 
 
 def test_a_right_method_keeps_every_promise_and_its_file_is_noted_until_it_changes(file, capsys):
@@ -192,7 +240,8 @@ class Calibrated(CalibratedKVCluster):
 def test_a_method_that_needs_a_file_of_its_model_cannot_be_checked(file, capsys):
     file.write_text(CALIBRATED, encoding="utf-8")
     assert main(["check", str(file)]) == 2
-    assert "registers no KV method without a file of its model: nothing can be checked" in capsys.readouterr().err
+    said = "error: method 'calibrated' needs calibration=FILE, and check's models have none\n"
+    assert capsys.readouterr().err == said
 
 
 def test_nothing_is_said_of_a_file_that_cannot_be_checked(file, monkeypatch, capsys):
@@ -261,7 +310,7 @@ def test_what_cannot_be_checked_is_one_line(words, said, capsys):
 )
 def test_methods_of_ours_keep_the_promises_that_are_hard_to_check(method, options, asked):
     checked = Checked(method, options)
-    assert {promise: reason for promise in asked if (reason := failure(PROMISES[promise], checked, None))} == {}
+    assert {promise: reason for promise in asked if (reason := failure(PROMISES[promise], checked))} == {}
 
 
 def test_a_method_that_says_that_it_mixes_heads_is_not_asked_whether_it_does(capsys, monkeypatch):

@@ -246,6 +246,7 @@ def test_a_preset_that_sets_what_is_no_option_is_an_error(registry):
         ("head_budget", "adaptve", r"no head_budget 'adaptve' \(did you mean 'adaptive'"),
         ("second_pass", "contxt", r"no second_pass 'contxt' \(did you mean 'context'"),
         ("second_pass", "answer", "second_pass='answer', but no option 'answer_tokens'"),
+        ("second_pass", "context", "second_pass='context', but no option 'chunk_size', 'sinks', 'instruction'"),
         ("safeguard", 1.5, "'misspelt': 'safeguard' is 1.5"),
         ("decode_interval", 0, "'misspelt': 'decode_interval' is 0"),
     ],
