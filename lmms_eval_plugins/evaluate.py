@@ -187,6 +187,7 @@ def parse(argv: list[str]) -> Request:
         raise UsageError("give either RATIO, or '-' for RATIO and budget=ENTRIES, or a preset= that sets one")
     budgets = [_budget(item) for item in _items("budget", arguments.pop("budget"))] if has_budget else []
     ratios = [_ratio(item) for item in _items("RATIO", ratio)] if has_ratio else []
+    ratios, budgets = list(dict.fromkeys(ratios)), list(dict.fromkeys(budgets))  # 0.1 and 0.10 are one
     metric, answer_filter = (str(arguments.pop(name)) if name in arguments else None for name in ("metric", "filter"))
     tasks, methods = _items("TASK", tasks), _items("METHOD", methods)
     return Request(tasks, model, methods, ratios, budgets, metric, answer_filter, arguments, flags)

@@ -218,6 +218,7 @@ def test_an_ignored_signal_stays_ignored():
             1,
             "error: /x/y cannot be written or read: No space left on device",
         ),
+        (OSError(27, "File too large", "/x/y"), 1, "error: /x/y cannot be written or read: File too large"),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\n See documentation"),
             1,
@@ -242,6 +243,28 @@ def test_an_error_is_one_line(error, code, line, capsys):
 
     assert exit_code(command, [], "cells") == code
     assert capsys.readouterr().err.splitlines() == [line]
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "1>&- 2>&-"])
+def test_a_closed_stream_fails_no_command(closed, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        "from kvcompress.command_line import exit_code, leave\n"
+        "leave(exit_code(lambda argv: print('said', sys.stdout.isatty()), []))\n"
+    )
+    assert subprocess.run(f"{sys.executable} {program} {closed}", shell=True, timeout=60).returncode == 0
+
+
+def test_characters_that_the_streams_encoding_lacks_are_escaped():
+    program = "from kvcompress.command_line import exit_code\nexit_code(lambda argv: print('56 ± 2'), [])"
+    said = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (said.stdout, said.returncode) == (b"56 \\xb1 2\n", 0)
 
 
 def test_a_commands_own_exit_code_is_kept():
