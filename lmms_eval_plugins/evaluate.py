@@ -125,7 +125,7 @@ def run(plan: Plan, argv: list[str]) -> int:
     if rank() == 0:
         from .report.table import report
 
-        complete = [job for job in jobs if job.incomplete is None]
+        complete = [job for job in jobs if job.folder not in todo or job.incomplete is None]
         for folder, settings in {job.folder.parent: job.cell.settings for job in complete}.items():
             report(folder, settings, metric=plan.request.metric, metric_filter=plan.request.filter)
         if flags.show_config:
