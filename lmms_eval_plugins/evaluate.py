@@ -33,7 +33,7 @@ from .cells.machine import (
 )
 from .cells.names import check_names
 from .cells.plan import Plan, check_folders
-from .cells.processes import TaskFailures, run_tasks
+from .cells.processes import TaskFailures, end_with_parent, run_tasks
 from .cells.request import BUNDLED_MODEL, USAGE, Request, arguments_of, check_known, flag_parser
 from .cells.run import evaluate_cells, load_model, quiet, score_again
 
@@ -64,13 +64,15 @@ def evaluate(argv: list[str]) -> int:
     if argv[:1] == ["list"]:  # from scripts/run_eval.sh
         list_command(argv[1:])
         return 0
+    is_rank = "LOCAL_RANK" in os.environ  # the process that started the ranks reports for them
+    if is_rank:
+        end_with_parent()
     check_environment()
     request = parse(argv)
     check_names(request)
     set_offline(request)
     with uncollected():
         plan = Plan.of(request, leaves_out=True)
-    is_rank = "LOCAL_RANK" in os.environ  # the process that started the ranks reports for them
     for reason in [] if is_rank else plan.left_out.values():
         fail(f"{reason} (it is left out, the others continue)", 2)
     code = run(plan, argv)

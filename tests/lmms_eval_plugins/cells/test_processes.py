@@ -154,6 +154,21 @@ def test_a_signal_ends_all_ranks_with_one_line(started, capfd, monkeypatch, numb
     assert all(process.returncode is not None for process in started)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="others have no such call")
+def test_a_rank_ends_with_a_launcher_that_is_killed():
+    rank = (
+        "import time; from lmms_eval_plugins.cells.processes import end_with_parent\n"
+        "end_with_parent(); print('ready', flush=True); time.sleep(60)"
+    )
+    launcher = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {rank!r}], start_new_session=True)"
+    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        start = time.monotonic()
+        process.kill()
+        assert process.stdout.read() == ""  # its end comes when the rank, which also has the pipe, is gone
+    assert time.monotonic() - start < 30
+
+
 def test_a_process_that_does_not_end_is_killed_with_its_own(monkeypatch):
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
     monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-c", stubborn])
