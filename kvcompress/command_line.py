@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import errno
 import functools
+import io
 import math
 import os
 import re
@@ -21,7 +22,9 @@ from .errors import KVCompressError, nearest, one_line, shown
 from .version import __version__
 
 # Errors caused by the machine, not by the program.
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+DISK_ERRORS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
+)  # fmt: skip
 MEMORY_ERRORS = ("allocate memory", "out of memory", "_ALLOC_FAILED")  # torch's messages for CPU, GPU and GPU libraries
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 TIDY_S = 10  # seconds in which a second request to end is ignored
@@ -128,6 +131,7 @@ def exit_code(command: Callable[[list[str]], int | None], argv: list[str] | None
         argv: the arguments, by default the process's.
         kept: what survives an interruption, if anything, such as "cells".
     """
+    _prepare_output()
     try:
         with interruptible():
             code = command(sys.argv[1:] if argv is None else argv) or 0
@@ -157,6 +161,16 @@ def exit_code(command: Callable[[list[str]], int | None], argv: list[str] | None
             return fail(f"not enough memory: {one_line(error, 300)}", 1)
         traceback.print_exc()
         return fail(f"{type(error).__name__}: {error}", 1)
+
+
+def _prepare_output() -> None:
+    """Let no print fail: discard output where a stream is closed, and escape characters that its encoding lacks."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def returns_exit_code(kept: str = "") -> Callable[[Callable[[list[str]], int | None]], Callable[..., int]]:

@@ -91,7 +91,11 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with unfinished(path.parent) as folder:
-        yield folder / path.name
+        try:
+            yield folder / path.name
+        except OSError as error:
+            error.filename = error.filename or str(path)  # that of a full disk names no file
+            raise
         os.replace(folder / path.name, path)
 
 

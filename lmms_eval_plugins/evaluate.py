@@ -33,7 +33,7 @@ from .cells.machine import (
 )
 from .cells.names import check_names
 from .cells.plan import Plan, check_folders
-from .cells.processes import TaskFailures, run_tasks
+from .cells.processes import TaskFailures, end_with_parent, run_tasks
 from .cells.request import BUNDLED_MODEL, USAGE, Request, arguments_of, check_known, flag_parser
 from .cells.run import evaluate_cells, load_model, quiet, score_again
 
@@ -64,13 +64,15 @@ def evaluate(argv: list[str]) -> int:
     if argv[:1] == ["list"]:  # from scripts/run_eval.sh
         list_command(argv[1:])
         return 0
+    is_rank = "LOCAL_RANK" in os.environ  # the process that started the ranks reports for them
+    if is_rank:
+        end_with_parent()
     check_environment()
     request = parse(argv)
     check_names(request)
     set_offline(request)
     with uncollected():
         plan = Plan.of(request, leaves_out=True)
-    is_rank = "LOCAL_RANK" in os.environ  # the process that started the ranks reports for them
     for reason in [] if is_rank else plan.left_out.values():
         fail(f"{reason} (it is left out, the others continue)", 2)
     code = run(plan, argv)
@@ -125,7 +127,7 @@ def run(plan: Plan, argv: list[str]) -> int:
     if rank() == 0:
         from .report.table import report
 
-        complete = [job for job in jobs if job.incomplete is None]
+        complete = [job for job in jobs if job.folder not in todo or job.incomplete is None]
         for folder, settings in {job.folder.parent: job.cell.settings for job in complete}.items():
             report(folder, settings, metric=plan.request.metric, metric_filter=plan.request.filter)
         if flags.show_config:
@@ -187,6 +189,7 @@ def parse(argv: list[str]) -> Request:
         raise UsageError("give either RATIO, or '-' for RATIO and budget=ENTRIES, or a preset= that sets one")
     budgets = [_budget(item) for item in _items("budget", arguments.pop("budget"))] if has_budget else []
     ratios = [_ratio(item) for item in _items("RATIO", ratio)] if has_ratio else []
+    ratios, budgets = list(dict.fromkeys(ratios)), list(dict.fromkeys(budgets))  # 0.1 and 0.10 are one
     metric, answer_filter = (str(arguments.pop(name)) if name in arguments else None for name in ("metric", "filter"))
     tasks, methods = _items("TASK", tasks), _items("METHOD", methods)
     return Request(tasks, model, methods, ratios, budgets, metric, answer_filter, arguments, flags)

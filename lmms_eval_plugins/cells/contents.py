@@ -48,6 +48,7 @@ class Sums(TypedDict):
 
 class Environment(TypedDict):
     versions: NotRequired[dict[Text, Text]]
+    device: NotRequired[Text]
     processes: NotRequired[Count]
 
 

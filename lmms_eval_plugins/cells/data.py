@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import math
 import os
 import re
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcompress.command_line import DISK_ERRORS
 from kvcompress.errors import KVCompressError, nearest, one_line, shown, unknown_name
 
 from ..tasks import BUNDLED_TASKS
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT_DATA_ROOT = Path("data")
 LOCAL_FORMATS = ("arrow", "csv", "imagefolder", "json", "parquet", "text")  # as `dataset_path`: local files
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a write names no file; others without a file, such as EPERM, may be a network's
 LIKELIHOODS = ("loglikelihood", "loglikelihood_rolling", "multiple_choice")
 GENERATED = ("generate_until", "generate_until_multi_round", "generate_until_agentic")  # the output types
 
@@ -63,6 +66,7 @@ def load_tasks(
 
     Raises EvaluationFailed if data is missing, DamagedFile if one of its files is damaged, and whatever `check` raises.
     """
+    from datasets.config import HF_DATASETS_CACHE
     from huggingface_hub.constants import HF_HOME
     from lmms_eval.api.task import ConfigurableTask
     from torch.utils._pytree import tree_leaves
@@ -86,6 +90,11 @@ def load_tasks(
     except (KVCompressError, EvaluationFailed):
         raise
     except Exception as error:
+        if (of_disk := disk_error(error)) is not None and of_disk.filename not in files:
+            raise EvaluationFailed(
+                f"the data of task {name!r} cannot be unpacked into {of_disk.filename or HF_DATASETS_CACHE}: "
+                f"{of_disk.strerror}; HF_HOME=FOLDER takes another folder"
+            ) from error
         if files:
             reason = f"{type(error).__name__}: {one_line(error, 300)}"
             raise DamagedFile(f"the data of task {name!r} cannot be read from {', '.join(files)}: {reason}") from error
@@ -95,6 +104,15 @@ def load_tasks(
         if own is not None and not isinstance(error, OSError):  # an OSError means missing data
             raise DamagedFile(f"task file {own}: {type(error).__name__}: {one_line(error, 300)}") from error
         raise EvaluationFailed(data_error(name, error, data_root)) from error
+
+
+def disk_error(error: BaseException | None) -> OSError | None:
+    """Return the error of a disk behind an error, which `datasets` hides in its own; None if there is none."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS and (error.filename or error.errno in FULL):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def own_file(manager: "TaskManager", name: str) -> Path | None:

@@ -1,6 +1,7 @@
 """Run the tasks of a list, in one process or in several that end with this one, and go on when a task fails."""
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -24,6 +25,8 @@ from .errors import DamagedFile, EvaluationFailed, leave_out
 COMMAND = [sys.executable, "-m", "lmms_eval_plugins.evaluate"]
 POLL_S = 0.1
 GRACE_S = 1.0  # processes that fail within this time fail for the same reason
+
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 # Environment variable with a folder where ranks record why a task failed and find which tasks failed before.
 FOLDER = "KVCOMPRESS_FAILED_TASKS"
@@ -132,6 +135,12 @@ def evaluation(argv: list[str], **settings: Any) -> Iterator[subprocess.Popen]:
 def start(argv: list[str], **settings: Any) -> subprocess.Popen:
     """Start the command in its own session: Ctrl-C reaches only this process, which stops the others."""
     return subprocess.Popen([*COMMAND, *argv], start_new_session=True, **settings)
+
+
+def end_with_parent() -> None:
+    """Have Linux end this rank with the process that started it, also if that is killed and cannot stop its ranks."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def stop(processes: list[subprocess.Popen]) -> None:

@@ -161,7 +161,7 @@ def score_cell(lm: "Answerer", job: Job, found: dict[str, Any], asked: int, keep
 
 @contextlib.contextmanager
 def named_failure(job: Job, watch: JudgeWatch) -> Iterator[None]:
-    """Turn failures that are not this program's into one line: a failing scorer, or a missing file of the data."""
+    """Turn failures that are not this program's into one line: a failing scorer, or a missing or damaged file."""
     task = job.cell.task
     try:
         yield
@@ -174,6 +174,10 @@ def named_failure(job: Job, watch: JudgeWatch) -> Iterator[None]:
             ) from error
         if isinstance(error, SystemExit | FileNotFoundError):
             raise EvaluationFailed(f"{task}: a file of its data is missing: {message}") from error
+        if type(error).__module__.partition(".")[0] in ("PIL", "av"):
+            raise EvaluationFailed(
+                f"{task}: a file of its data is damaged: {message}; --check_integrity names all such questions"
+            ) from error
         raise
 
 

@@ -26,6 +26,16 @@ def fewer_questions(frame: pd.DataFrame) -> str:
     return f"{frame['task'].iloc[0]}: scores over different questions do not compare: {counts}"
 
 
+def other_devices(frame: pd.DataFrame) -> str:
+    """Return a line that names the devices if timed cells ran on several; empty otherwise. `frame`: as for
+    `fewer_questions`."""
+    counts = frame[frame["ttft_s"].notna()]["device"].value_counts()
+    if len(counts) < 2:
+        return ""
+    cells = ", ".join(f"{count} on {device}" for device, count in counts.items())
+    return f"{frame['task'].iloc[0]}: times on different devices do not compare: of the cells {cells}"
+
+
 def answered_blind(group: pd.DataFrame) -> list[tuple[str, int]]:
     """Return (task, doc_id) of the questions that the blind run answers; empty without such a run.
 
@@ -53,13 +63,13 @@ def weak_below(base: float) -> float:
 
 
 def gate_lines(group: pd.DataFrame) -> list[str]:
-    """Return a line that names the cells with fewer questions, one that names the questions that are answered blind,
-    and one if the full cache is weak.
+    """Return a line that names the cells with fewer questions, one that names the devices of several, one that names
+    the questions that are answered blind, and one if the full cache is weak.
 
     Args:
         group: as for `answered_blind`. Scores are compared if there is a full cache, whose own are all in [0, 1].
     """
-    lines, task = list(filter(None, [fewer_questions(group)])), group["task"].iloc[0]
+    lines, task = list(filter(None, [fewer_questions(group), other_devices(group)])), group["task"].iloc[0]
     full, blind = group[group["method"] == "full"], group[group["method"] == "blind"]
     if full.empty:
         return lines

@@ -18,7 +18,7 @@ from ..cells.results import exact, load_cells, settings_name
 from . import terminal
 from .appearance import score_scale, short_names
 from .draws import explanation, pooled
-from .gate import fewer_questions, most_questions
+from .gate import fewer_questions, most_questions, other_devices
 from .headline import headline, why_none
 from .numbers import fixed, kept, near, shares, text_of
 from .short_answers import too_short, warning
@@ -65,8 +65,8 @@ def report(
             console.print(terminal_table(frame, title, console.width, table_path.name))
             if (metric or metric_filter) and frame["score"].isna().all():
                 print_warning(console, f"{title}: {why_none(cells[0], metric, metric_filter)}")
-            print_warning(console, fewer_questions(frame))
-            print_warning(console, warning(frame))
+            for line in (fewer_questions(frame), other_devices(frame), warning(frame)):
+                print_warning(console, line)
             written.append(table_path)
             if frame["score"].notna().any():
                 written.append(table_path.with_suffix(".png"))
@@ -121,6 +121,7 @@ def cell_row(cell: dict[str, Any], metric: str | None = None, metric_filter: str
         "scored": samples if found is None or found.questions is None else found.questions,
         "batch_size": protocol["settings"].get("batch_size", 1),
         "slots": protocol["settings"].get("slots"),
+        "device": cell.get("environment", {}).get("device"),
         "settings": settings_name(protocol["settings"]),
         "settings_text": ", ".join(f"{key}={value}" for key, value in sorted(protocol["settings"].items())),
     }
@@ -232,8 +233,9 @@ def markdown(frame: pd.DataFrame, title: str) -> str:
 
 def markdown_note(frame: pd.DataFrame) -> str:
     """Return the text under a table: the note, the shares by layer if they say more than the table, and warnings
-    of unequal questions and of answers too short to show compression."""
-    lines = [note(frame), *map(markdown_text, (by_layer(frame), fewer_questions(frame), warning(frame)))]
+    of unequal questions, of several devices, and of answers too short to show compression."""
+    warnings = fewer_questions(frame), other_devices(frame), warning(frame)
+    lines = [note(frame), *map(markdown_text, (by_layer(frame), *warnings))]
     return "\n\n".join(filter(None, lines)) + "\n"
 
 

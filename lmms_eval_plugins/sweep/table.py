@@ -9,7 +9,7 @@ from kvcompress.files import write_text
 from ..cells.cell_log import cell_values
 from ..report import terminal
 from ..report.appearance import short_names
-from ..report.gate import fewer_questions
+from ..report.gate import fewer_questions, other_devices
 from ..report.short_answers import warning
 from ..report.table import (
     DROPPABLE,
@@ -44,8 +44,8 @@ def write_table(sweep: Sweep) -> None:
                 console.width, header, short, title, note(rows), place, droppable=DROPPABLE, elsewhere=path.name
             )
         )
-        print_warning(console, fewer_questions(rows))
-        print_warning(console, warning(rows))
+        for line in (fewer_questions(rows), other_devices(rows), warning(rows)):
+            print_warning(console, line)
         text += f"\n## {markdown_text(task)}\n\n{markdown_table(header, lines, ['---'] * len(header))}"
         text += f"\n{markdown_note(rows)}"
     write_text(path, text)

@@ -178,3 +178,10 @@ def test_a_disk_that_takes_nothing_is_one_line(tmp_path, monkeypatch, module, ca
     assert str(error.value) == f"{str(tmp_path)!r} cannot be written: {os.strerror(number)}"
     monkeypatch.undo()
     assert names(tmp_path) == []
+
+
+def test_a_disk_that_becomes_full_is_named_by_the_file_that_was_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "write_text", fails(errno.ENOSPC))
+    with pytest.raises(OSError, match="No space left") as error:
+        files.write_text(tmp_path / "a.txt", "new")
+    assert error.value.filename == str(tmp_path / "a.txt")

@@ -290,13 +290,16 @@ def test_two_processes_evaluate_the_other_tasks_of_a_list_and_name_the_failed_on
     assert Path("results/tiny_textvqa_color/tiny/report-limit=2.md").is_file()
 
 
-def test_a_missing_video_is_named(tmp_path, capsys):
-    with local_data(tmp_path, "videomme"):
-        (tmp_path / "hf/videomme/data/clip1.mp4").unlink()
-        assert evaluate.main(["videomme", *ARGUMENTS]) == 1
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: videomme: a file of its data is missing: ")
-    assert "clip1.mp4" in error
+def test_a_missing_or_damaged_video_is_named(tmp_path, capsys):
+    clip = tmp_path / "hf/videomme/data/clip1.mp4"
+    for damage, said in ((clip.unlink, "missing"), (lambda: clip.write_bytes(b"not a video"), "damaged")):
+        with local_data(tmp_path, "videomme"):
+            damage()
+            assert evaluate.main(["videomme", *ARGUMENTS]) == 1
+        error = capsys.readouterr().err
+        assert error.strip().splitlines()[-1].startswith(f"error: videomme: a file of its data is {said}: ")
+        assert "clip1.mp4" in error
+        assert "Traceback" not in error
 
 
 @pytest.mark.slow

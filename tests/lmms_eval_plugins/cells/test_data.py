@@ -1,9 +1,11 @@
 """Tasks and their data: found here, or named with the command that brings them."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
 
+import datasets
 import pytest
 
 from kvcompress.errors import KVCompressError
@@ -54,6 +56,35 @@ def test_damaged_data_is_one_line(data_root, capsys):
     assert evaluate.main(["textvqa_val", *FOUR[1:]]) == 1
     assert "the data of task 'textvqa_val' could not be loaded" in error_line(capsys)
     assert not Path("results").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "datasets: No space left on device; HF_HOME="),
+        (OSError(errno.EROFS, "Read-only file system", "/cache"), "/cache: Read-only file system; HF_HOME="),
+    ],
+)
+def test_a_cache_that_cannot_be_written_is_not_taken_for_damaged_data(error, said, monkeypatch, capsys):
+    def unpack(*args, **kwargs):
+        raise datasets.exceptions.DatasetGenerationError("An error occurred") from error
+
+    monkeypatch.setattr(datasets, "load_dataset", unpack)
+    assert evaluate.main(FOUR) == 1
+    line = error_line(capsys)
+    assert line.startswith("error: the data of task 'tiny_textvqa' cannot be unpacked into ")
+    assert said in line
+
+
+def test_a_file_of_the_data_that_may_not_be_read_is_named_as_such(monkeypatch, capsys):
+    file = str(BUNDLED_TASKS / "tiny_textvqa" / "headline.parquet")
+
+    def unpack(*args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied", file)
+
+    monkeypatch.setattr(datasets, "load_dataset", unpack)
+    assert evaluate.main(FOUR) == 2
+    assert f"cannot be read from {file}: PermissionError" in error_line(capsys)
 
 
 def test_replaced_data_changes_its_identity(data_root):

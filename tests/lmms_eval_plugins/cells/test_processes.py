@@ -154,6 +154,21 @@ def test_a_signal_ends_all_ranks_with_one_line(started, capfd, monkeypatch, numb
     assert all(process.returncode is not None for process in started)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="others have no such call")
+def test_a_rank_ends_with_a_launcher_that_is_killed():
+    rank = (
+        "import time; from lmms_eval_plugins.cells.processes import end_with_parent\n"
+        "end_with_parent(); print('ready', flush=True); time.sleep(60)"
+    )
+    launcher = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {rank!r}], start_new_session=True)"
+    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        start = time.monotonic()
+        process.kill()
+        assert process.stdout.read() == ""  # its end comes when the rank, which also has the pipe, is gone
+    assert time.monotonic() - start < 30
+
+
 def test_a_process_that_does_not_end_is_killed_with_its_own(monkeypatch):
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
     monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-c", stubborn])
@@ -218,6 +233,7 @@ def test_an_ignored_signal_stays_ignored():
             1,
             "error: /x/y cannot be written or read: No space left on device",
         ),
+        (OSError(27, "File too large", "/x/y"), 1, "error: /x/y cannot be written or read: File too large"),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\n See documentation"),
             1,
@@ -242,6 +258,28 @@ def test_an_error_is_one_line(error, code, line, capsys):
 
     assert exit_code(command, [], "cells") == code
     assert capsys.readouterr().err.splitlines() == [line]
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "1>&- 2>&-"])
+def test_a_closed_stream_fails_no_command(closed, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        "from kvcompress.command_line import exit_code, leave\n"
+        "leave(exit_code(lambda argv: print('said', sys.stdout.isatty()), []))\n"
+    )
+    assert subprocess.run(f"{sys.executable} {program} {closed}", shell=True, timeout=60).returncode == 0
+
+
+def test_characters_that_the_streams_encoding_lacks_are_escaped():
+    program = "from kvcompress.command_line import exit_code\nexit_code(lambda argv: print('56 ± 2'), [])"
+    said = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (said.stdout, said.returncode) == (b"56 \\xb1 2\n", 0)
 
 
 def test_a_commands_own_exit_code_is_kept():

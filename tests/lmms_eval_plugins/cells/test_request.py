@@ -90,6 +90,8 @@ def test_four_words_flags_and_arguments_in_any_order():
 def test_lists_are_split_and_repeats_dropped():
     request = parse(["a,b", "m", "snapkv, knorm,snapkv", "0.2,0.1,0.2"])
     assert (request.tasks, request.methods, request.ratios) == (["a", "b"], ["snapkv", "knorm"], [0.2, 0.1])
+    assert parse(["a", "m", "knorm", "0.1, 0.10,1e-1 ,.1,0.2"]).ratios == [0.1, 0.2]
+    assert parse(["a", "m", "knorm", "-", "budget=64,064"]).budgets == [64]
 
 
 def test_budgets_stand_in_place_of_ratios():

@@ -56,6 +56,22 @@ def test_a_cell_with_fewer_questions_than_the_others_is_marked_wherever_its_scor
     assert "snapkv draws=2 (0.5) has 30 of 40" in capsys.readouterr().out
 
 
+def test_times_of_several_devices_are_said_not_to_compare_wherever_they_are_shown(tmp_path, capsys):
+    folder = write(tmp_path, "full", range(40))
+    write(tmp_path, "snapkv", range(40))
+    for cell, device in (("full", "A100"), ("snapkv", "H100")):
+        (file,) = folder.glob(f"{cell}*/results.json")
+        results = json.loads(file.read_text())
+        timed = {**results["efficiency"], "ttft_s": {"median": 1.0}}
+        file.write_text(json.dumps({**results, "efficiency": timed, "environment": {"device": device}}))
+        assert bool(warnings(capsys, folder)[0]) == (cell == "snapkv")  # one that does not say, and one, are one
+    line = "one: times on different devices do not compare: of the cells 1 on A100, 1 on H100"
+    assert warnings(capsys, folder)[0] == [line]
+    assert table([str(folder)]) == 0
+    assert line in capsys.readouterr().out
+    assert line in (folder / "report.md").read_text()
+
+
 @pytest.mark.parametrize(("full", "is_weak"), [(23, True), (24, False)])
 def test_a_full_cache_below_twice_the_blind_score_is_weak(tmp_path, capsys, full, is_weak):
     folder = write(tmp_path, "full", range(full))
