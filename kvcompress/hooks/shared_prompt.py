@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..cache.cache import CompressedCache
 from ..cache.layer import CompressedLayer
 from ..cache.scope import States
-from ..cache_name import CACHE, cache_in
+from ..cache_name import CACHE, NAMES, cache_in
 from ..device import synchronise
 from ..errors import KVCompressError
 from ..policy.policy import Policy
@@ -289,9 +290,15 @@ def is_shareable(model: PreTrainedModel, cache: object, kwargs: dict[str, Any]) 
     return policy.tokens is None and policy.engine.prefill_chunk is None and policy.engine.scope != "context-first"
 
 
-def _fetched(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _fetched(kwargs: dict[str, Any]) -> dict[Any, Any]:
     """Return the inputs of a forward pass that its result depends on, in CPU memory."""
-    tensors = {name: value.detach().cpu() for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+    inputs = {name: tree_leaves(value) for name, value in kwargs.items() if name not in NAMES}  # some are nested
+    tensors = {
+        (name, place): leaf.detach().cpu()
+        for name, leaves in inputs.items()
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor)
+    }
     return {**tensors, "logits_to_keep": kwargs.get("logits_to_keep")}
 
 

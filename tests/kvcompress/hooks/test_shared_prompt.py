@@ -199,6 +199,18 @@ def test_a_pass_is_not_taken_for_that_of_other_inputs_with_the_same_tokens(other
     assert not torch.equal(expected, logits)
 
 
+def test_generate_does_not_take_a_pass_for_that_of_another_picture():
+    """It may encode the picture itself, and hand the model features."""
+    model = QWEN2_VL.build()
+    inputs = QWEN2_VL.inputs(model, [40], [1])
+    known = pass_of(model, inputs)
+    assert shared_answer(model, inputs, "knorm", 0.5, known)[-1].is_known
+    other = {**inputs, "pixel_values": -inputs["pixel_values"]}
+    ours, shared = shared_answer(model, other, "knorm", 0.5, known)
+    assert not shared.is_known
+    assert_same(ours, answer(model, other, "knorm", 0.5, NEW))
+
+
 def test_positions_are_those_of_the_prompt_not_of_the_model_s_latest():
     """Qwen2-VL stores the position offset of its latest prompt's images; `generate` computes it again."""
     model = QWEN2_VL.build()

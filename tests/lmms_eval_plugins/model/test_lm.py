@@ -43,7 +43,8 @@ def test_the_model_is_had_from_its_package_too():
 
 
 @pytest.mark.slow
-def test_several_settings_run_on_one_loaded_model_as_the_page_says(capsys):
+def test_several_settings_run_on_one_loaded_model_as_the_page_says(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # lmms-eval writes submissions there
     code = next(block for block in python_blocks(DOCS / "model-args.md") if "lm.set_cell" in block)
     exec(code, {})
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{'tiny_textvqa'")]
