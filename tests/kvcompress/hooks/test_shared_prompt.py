@@ -248,7 +248,7 @@ def test_a_pass_that_is_not_kept_does_not_wait_for_the_device_at_every_layer(mon
     inputs = QWEN2.inputs(model, [20, 9])
     monkeypatch.setattr(shared_prompt, "synchronise", waits.append)
     shared_answer(model, inputs, "knorm", 0.5, room=1)
-    assert len(waits) < len(model.model.layers)
+    assert len(waits) <= 3  # around the comparison of inputs, and at the end
 
 
 def test_a_forward_that_accelerate_has_hooked_stays_hooked():
