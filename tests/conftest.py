@@ -35,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
                 signal.signal(number, handler)
 
 
+@pytest.hookimpl(trylast=True)  # of what is left without slow and GPU tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.option.every_case:
         items[:], left = ordinary.sample(items)

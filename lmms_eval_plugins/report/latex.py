@@ -5,10 +5,8 @@ from collections.abc import Sequence
 import pandas as pd
 
 from .appearance import score_scale, short_names
-from .gate import fewer_questions, other_devices
 from .numbers import fixed, near, share
-from .short_answers import warning
-from .table import by_layer, note, score_text, table_rows
+from .table import by_layer, note, score_text, table_rows, warnings
 
 PREAMBLE = "% needs \\usepackage{booktabs,longtable}\n\n"
 MOST_ROWS = 40  # longer tables break over pages
@@ -29,8 +27,7 @@ def latex_tables(frame: pd.DataFrame, title: str) -> str:
     names, shared = short_names(frame)
     frame, title = frame.assign(series=names), "; ".join(filter(None, [title, shared]))
     header, rows = table_rows(frame)
-    warnings = fewer_questions(frame), other_devices(frame), warning(frame)
-    caption = " ".join([f"{title}.", note(frame), by_layer(frame), *warnings])
+    caption = " ".join([f"{title}.", note(frame), by_layer(frame), *warnings(frame)])
     cells = environment(list(map(escaped, header)), [list(map(escaped, row)) for row in rows], caption)
     return f"{cells}\n{scores(frame, title)}"
 

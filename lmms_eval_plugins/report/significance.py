@@ -85,7 +85,7 @@ def _adjusted(sums: np.ndarray, sizes: np.ndarray, most: float) -> tuple[float, 
     sums, sizes = np.append(sums, further * [most, -most]), np.append(sizes, further)
     mean = sums.sum() / sizes.sum()
     half = t.ppf(1 - ALPHA / 2, len(sums) - 1) * math.sqrt(((sums - mean * sizes) ** 2).sum()) / sizes.sum()
-    return mean - half, mean + half
+    return float(mean - half), float(mean + half)
 
 
 def mean_interval(scores: Numbers, clusters: Sequence | None = None) -> tuple[float, float] | None:

@@ -65,7 +65,7 @@ def report(
             console.print(terminal_table(frame, title, console.width, table_path.name))
             if (metric or metric_filter) and frame["score"].isna().all():
                 print_warning(console, f"{title}: {why_none(cells[0], metric, metric_filter)}")
-            for line in (fewer_questions(frame), other_devices(frame), warning(frame)):
+            for line in warnings(frame):
                 print_warning(console, line)
             written.append(table_path)
             if frame["score"].notna().any():
@@ -231,11 +231,15 @@ def markdown(frame: pd.DataFrame, title: str) -> str:
     return f"# {markdown_text(title)}\n\n{table}\n{markdown_note(frame)}"
 
 
+def warnings(frame: pd.DataFrame) -> list[str]:
+    """Return lines of unequal questions, of several devices, and of answers too short to show compression, where they
+    apply."""
+    return list(filter(None, [fewer_questions(frame), other_devices(frame), warning(frame)]))
+
+
 def markdown_note(frame: pd.DataFrame) -> str:
-    """Return the text under a table: the note, the shares by layer if they say more than the table, and warnings
-    of unequal questions, of several devices, and of answers too short to show compression."""
-    warnings = fewer_questions(frame), other_devices(frame), warning(frame)
-    lines = [note(frame), *map(markdown_text, (by_layer(frame), *warnings))]
+    """Return the text under a table: the note, the shares by layer if they say more than the table, and warnings."""
+    lines = [note(frame), *map(markdown_text, (by_layer(frame), *warnings(frame)))]
     return "\n\n".join(filter(None, lines)) + "\n"
 
 

@@ -9,8 +9,6 @@ from kvcompress.files import write_text
 from ..cells.cell_log import cell_values
 from ..report import terminal
 from ..report.appearance import short_names
-from ..report.gate import fewer_questions, other_devices
-from ..report.short_answers import warning
 from ..report.table import (
     DROPPABLE,
     cell_row,
@@ -20,6 +18,7 @@ from ..report.table import (
     note,
     print_warning,
     table_rows,
+    warnings,
 )
 from .runner import Sweep, model_parameters
 from .trial import FLAGS, read_results
@@ -44,7 +43,7 @@ def write_table(sweep: Sweep) -> None:
                 console.width, header, short, title, note(rows), place, droppable=DROPPABLE, elsewhere=path.name
             )
         )
-        for line in (fewer_questions(rows), other_devices(rows), warning(rows)):
+        for line in warnings(rows):
             print_warning(console, line)
         text += f"\n## {markdown_text(task)}\n\n{markdown_table(header, lines, ['---'] * len(header))}"
         text += f"\n{markdown_note(rows)}"
