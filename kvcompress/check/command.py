@@ -40,10 +40,11 @@ def main(arguments: list[str]) -> int:
         raise KVCompressError(f"{size.pop()}= is not for check, which uses its own ratio")
     file = Path(given.what).expanduser().absolute() if given.what.endswith(".py") else None
     from .promises import PROMISES, NotAsked
+    from .token_promises import TOKEN_PROMISES
 
     broken = 0
     for checked in methods_of(file, given.what, options, given.seed):
-        for promise, check in PROMISES.items():
+        for promise, check in (TOKEN_PROMISES if checked.policy.tokens else PROMISES).items():
             try:
                 reason = failure(check, checked)
             except NotAsked as error:
@@ -69,7 +70,9 @@ def methods_of(file: Path | None, name: str, options: dict[str, str], seed: int)
     from ..clusters.calibrated import CalibratedKVCluster
     from ..clusters.learned import LearnedKVCluster
     from ..methods import FILES, import_file, method_info
+    from ..tokens import TokenMethod
     from .promises import Checked
+    from .token_promises import CheckedTokens
 
     if file is not None:
         os.environ.pop(FILES, None)  # its files may define methods with the same names
@@ -79,17 +82,16 @@ def methods_of(file: Path | None, name: str, options: dict[str, str], seed: int)
         names = [each for each in registered if method_info(each).cls.is_checkable] or registered
     else:
         names = [method_info(name).name]
-    found = [Checked(each, options, seed) for each in names]
-    for each in found:
-        if each.method == "full":
+    found = []
+    for method in names:
+        cls = method_info(method).cls
+        if method == "full":
             raise KVCompressError("method 'full' keeps everything: there is nothing to check")
-        cls = method_info(each.method).cls  # before the policy is made, which asks for a file that would not fit
         if issubclass(cls, CalibratedKVCluster) and not cls.is_checkable:
-            raise KVCompressError(f"method {each.method!r} needs calibration=FILE, and check's models have none")
-        if each.policy.tokens is not None:
-            raise KVCompressError(f"method {each.method!r} drops tokens before they are cached: it is not a KVCluster")
-        if isinstance(each.cluster, LearnedKVCluster):
-            raise KVCompressError(f"method {each.method!r} needs the checkpoint of a model that is not available")
+            raise KVCompressError(f"method {method!r} needs calibration=FILE, and check's models have none")
+        found.append((CheckedTokens if issubclass(cls, TokenMethod) else Checked)(method, options, seed))
+        if isinstance(found[-1].cluster, LearnedKVCluster):
+            raise KVCompressError(f"method {method!r} needs the checkpoint of a model that is not available")
     return found
 
 
@@ -104,9 +106,11 @@ def failure(check: Callable[["Checked"], None], checked: "Checked") -> str:
     except (Broken, KVCompressError) as error:
         return str(error)
     except Exception as error:
-        file, frames = inspect.getfile(type(checked.cluster)), traceback.extract_tb(error.__traceback__)
+        tokens, frames = checked.policy.tokens, traceback.extract_tb(error.__traceback__)
+        file = inspect.getfile(type(tokens or checked.cluster))
         frame = ([frame for frame in frames if frame.filename == file] or frames)[-1]
-        hint = ": a method holds only options, and its `note` or `observe` what a choice leaves to the next"
+        lasting = "`prepare`" if tokens else "`note` or `observe`"
+        hint = f": a method holds only options, and its {lasting} what a choice leaves to the next"
         what = one_line(error) + hint * isinstance(error, FrozenInstanceError)
         return f"{type(error).__name__}: {what} ({Path(frame.filename).name}, line {frame.lineno})"
     return ""

@@ -1,15 +1,26 @@
 """Tiny models with random weights, and prompts for them: no hub, no tokenizer, no processor."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, Qwen2Config, Qwen2VLConfig
+import torch.nn.functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlavaOnevisionConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2VLConfig,
+)
 
 VOCABULARY = 128
 PAD, IMAGE, VIDEO, VISION_START, VISION_END, FIRST_TEXT = 0, 1, 2, 3, 4, 8  # greedy decoding picks no id below 8
-GRID = (1, 6, 8)  # patches of an image; 2 x 2 patches make a token
-IMAGE_TOKENS = 12
+FRAME = (6, 8)  # patches of a Qwen2-VL picture, or of two frames of a video; 2 x 2 patches make a token
+FRAMES = 5  # of every video, if two of Qwen2-VL's count as one
+TILE = 16  # pixels of a LLaVA-OneVision tile, 4 x 4 patches; a picture is scaled down to a tile, and cut into two
 TEXT = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -24,6 +35,7 @@ TEXT = {
     "pad_token_id": PAD,
 }
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")  # inputs (batch, tokens), which pads fill up
 
 
 @dataclass(frozen=True)
@@ -32,35 +44,68 @@ class Tried:
 
     Attributes:
         name: the model's family.
-        images: number of pictures in each row.
+        rows: each prompt's inputs, without pads.
+        shown: number of pictures, or of videos, in each row.
     """
 
     name: str
     model: PreTrainedModel
-    inputs: dict[str, torch.Tensor]
-    images: tuple[int, ...]
+    rows: list[dict[str, torch.Tensor]]
+    shown: tuple[int, ...]
 
     @property
     def lengths(self) -> list[int]:
         """Real tokens of each row."""
-        return self.inputs["attention_mask"].sum(1).tolist()
+        return [row["input_ids"].shape[1] for row in self.rows]
+
+    @cached_property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """The rows as one batch."""
+        width, together = max(self.lengths), {}
+        for name in dict.fromkeys(name for row in self.rows for name in row):
+            parts = [row[name] for row in self.rows if name in row]
+            if name in PER_TOKEN:
+                parts = [F.pad(part, (width - part.shape[1], 0), value=PAD) for part in parts]
+            together[name] = torch.cat(parts)
+        return together
 
     def __str__(self) -> str:
-        seen = ", a picture in the first" if sum(self.images) else ""
+        kind = "videos" if "pixel_values_videos" in self.inputs else "pictures"
+        seen = f", {kind}: {', '.join(map(str, self.shown))}" if any(self.shown) else ""
         return f"{self.name}, {' and '.join(map(str, self.lengths))} tokens{seen}"
 
     def alone(self, row: int) -> "Tried":
         """Return one row without its pads."""
-        real = self.inputs["attention_mask"][row].bool()
-        inputs = {}
-        for name, tensor in self.inputs.items():
-            if len(tensor) == len(real) or tensor.shape[-1] == len(real):
-                inputs[name] = tensor[row : row + 1, real]
-            elif self.images[row]:  # all pictures, in the order of their rows
-                per_image = len(tensor) // sum(self.images)
-                first = sum(self.images[:row])
-                inputs[name] = tensor[first * per_image : (first + self.images[row]) * per_image]
-        return Tried(self.name, self.model, inputs, self.images[row : row + 1])
+        return Tried(self.name, self.model, self.rows[row : row + 1], self.shown[row : row + 1])
+
+
+Shown = tuple[list[int], dict[str, torch.Tensor]]  # a picture's or video's tokens, and the model's inputs for it
+
+
+def picture(generator: torch.Generator) -> Shown:
+    """Draw a picture for Qwen2-VL, of 12 tokens."""
+    pixels = torch.randn(FRAME[0] * FRAME[1], 3 * 2 * 14 * 14, generator=generator)
+    return [IMAGE] * (len(pixels) // 4), {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, *FRAME]])}
+
+
+def video(generator: torch.Generator) -> Shown:
+    """Draw a video for Qwen2-VL, of 12 tokens per frame."""
+    pixels = torch.randn(FRAMES * FRAME[0] * FRAME[1], 3 * 2 * 14 * 14, generator=generator)
+    grid = torch.tensor([[FRAMES, *FRAME]])
+    return [VIDEO] * (len(pixels) // 4), {"pixel_values_videos": pixels, "video_grid_thw": grid}
+
+
+def tiled_picture(generator: torch.Generator) -> Shown:
+    """Draw the only picture of a prompt for LLaVA-OneVision: 16 tokens of the whole, and 4 lines of both tiles."""
+    pixels, size = torch.randn(1, 3, 3, TILE, TILE, generator=generator), torch.tensor([[TILE, 2 * TILE]])
+    return [IMAGE] * (16 + 4 * (8 + 1)), {"pixel_values": pixels, "image_sizes": size}
+
+
+def tiled_video(generator: torch.Generator) -> Shown:
+    """Draw a video for LLaVA-OneVision, of 4 tokens per frame and one behind the last."""
+    return [VIDEO] * (4 * FRAMES + 1), {
+        "pixel_values_videos": torch.randn(1, FRAMES, 3, TILE, TILE, generator=generator)
+    }
 
 
 def text_model() -> PreTrainedModel:
@@ -68,10 +113,10 @@ def text_model() -> PreTrainedModel:
     return _built(AutoModelForCausalLM, Qwen2Config(**TEXT))
 
 
-def vision_model() -> PreTrainedModel:
+def vision_model(layers: int = 3) -> PreTrainedModel:
     """Build a tiny Qwen2-VL, with M-RoPE and a vision tower."""
     config = Qwen2VLConfig(
-        text_config={**TEXT, "rope_parameters": MROPE},
+        text_config={**TEXT, "num_hidden_layers": layers, "rope_parameters": MROPE},
         vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
         image_token_id=IMAGE,
         video_token_id=VIDEO,
@@ -81,29 +126,50 @@ def vision_model() -> PreTrainedModel:
     return _built(AutoModelForImageTextToText, config)
 
 
-def prompts(name: str, model: PreTrainedModel, lengths: Sequence[int], images: Sequence[int], seed: int) -> Tried:
-    """Create a left-padded batch of prompts with random words; `lengths` count their pictures' tokens too."""
+def tiled_model(layers: int = 3) -> PreTrainedModel:
+    """Build a tiny LLaVA-OneVision, whose vision tower's attention can be read."""
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"image_size": TILE, "patch_size": TILE // 4, "vision_use_head": False}
+    config = LlavaOnevisionConfig(
+        text_config={**TEXT, "model_type": "qwen2", "num_hidden_layers": layers},
+        vision_config={"model_type": "siglip_vision_model", **tower, **sizes},
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        image_grid_pinpoints=[[TILE, 2 * TILE]],
+    )
+    return _built(AutoModelForImageTextToText, config)
+
+
+def prompts(
+    name: str,
+    model: PreTrainedModel,
+    lengths: Sequence[int],
+    shown: Sequence[int],
+    seed: int,
+    show: Callable[[torch.Generator], Shown] = picture,
+) -> Tried:
+    """Create prompts with random words, and in each row so many pictures or videos that `show` draws.
+
+    `lengths` count their tokens, too."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.full((len(lengths), max(lengths)), PAD)
-    for row, (length, count) in enumerate(zip(lengths, images, strict=True)):
+    rows = []
+    for length, count in zip(lengths, shown, strict=True):
         words = torch.randperm(VOCABULARY - FIRST_TEXT, generator=generator) + FIRST_TEXT
-        picture = torch.tensor([VISION_START, *[IMAGE] * IMAGE_TOKENS, VISION_END] * count, dtype=torch.long)
-        text = words.repeat(length // len(words) + 1)[: length - len(picture)]
-        ids[row, -length:] = torch.cat([text[:3], picture, text[3:]])
-    inputs = {"input_ids": ids, "attention_mask": (ids != PAD).long()}
-    if name != "qwen2":
-        inputs["mm_token_type_ids"] = (ids == IMAGE).int()
-    if sum(images):
-        frames, height, width = GRID
-        inputs["pixel_values"] = torch.randn(
-            sum(images) * frames * height * width, 3 * 2 * 14 * 14, generator=generator
-        )
-        inputs["image_grid_thw"] = torch.tensor([GRID] * sum(images))
-    return Tried(name, model, inputs, tuple(images))
+        drawn = [show(generator) for _ in range(count)]
+        seen = [token for tokens, _ in drawn for token in (VISION_START, *tokens, VISION_END)]
+        text = words.repeat(length // len(words) + 1)[: length - len(seen)]
+        ids = torch.cat([text[:3], torch.tensor(seen, dtype=torch.long), text[3:]])[None]
+        row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if model.config.model_type == "qwen2_vl":
+            row["mm_token_type_ids"] = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+        if drawn:
+            row |= {each: torch.cat([inputs[each] for _, inputs in drawn]) for each in drawn[0][1]}
+        rows.append(row)
+    return Tried(name, model, rows, tuple(shown))
 
 
 @torch.no_grad()
-def _built(auto: type, config: Qwen2Config | Qwen2VLConfig) -> PreTrainedModel:
+def _built(auto: type, config: PreTrainedConfig) -> PreTrainedModel:
     """Build a model with peaked attention; if attention is flat, hardly anything depends on which entries are kept."""
     with torch.random.fork_rng():
         torch.manual_seed(0)

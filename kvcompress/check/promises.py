@@ -103,7 +103,7 @@ class Checked:
 
     def answer(self, tried: Tried, forced: torch.Tensor | None = None, **engine: Any) -> Run:
         """Answer a batch, with the tokens `forced` if given."""
-        with self.compress(tried, **engine) as session, _noted(type(self.cluster), len(tried.images)) as events:
+        with self.compress(tried, **engine) as session, _noted(type(self.cluster), len(tried.rows)) as events:
             history = History(session)
             criteria = StoppingCriteriaList([history])
             tokens, logits = generate(tried.model, tried.inputs, NEW, forced, stopping_criteria=criteria)
@@ -118,7 +118,7 @@ def ratio_one_is_the_full_cache(checked: Checked) -> None:
         tokens, expected = generate(tried.model, tried.inputs, NEW)
         with checked.compress(tried, ratio=1.0):
             _, logits = generate(tried.model, tried.inputs, NEW, tokens)
-        _same_logits(f"{tried}, ratio 1", logits, expected, "with the method", "without")
+        same_logits(f"{tried}, ratio 1", logits, expected, "with the method", "without")
 
 
 def keeps_its_budget(checked: Checked) -> None:
@@ -150,7 +150,7 @@ def decodes_as_the_full_cache_under_a_mask(checked: Checked) -> None:
             run = checked.answer(tried, **engine)
             with only_attending_to(tried.model, run.history):
                 _, expected = generate(tried.model, tried.inputs, NEW, forced=run.tokens)
-            _same_logits(f"{tried}, {_named(engine)}", run.logits, expected, "compressed", "masked")
+            same_logits(f"{tried}, {_named(engine)}", run.logits, expected, "compressed", "masked")
 
 
 def a_row_is_as_alone(checked: Checked, **engine: Any) -> None:
@@ -173,7 +173,7 @@ def a_row_is_as_alone(checked: Checked, **engine: Any) -> None:
                     break
             pads = tried.inputs["input_ids"].shape[1] - length
             if not batch.events[row] or _kept(batch, row, pads) == _kept(alone, 0, 0):  # otherwise rounding broke a tie
-                _same_logits(f"{where}: row {row}", batch.logits[row], alone.logits[0], "in the batch", "alone")
+                same_logits(f"{where}: row {row}", batch.logits[row], alone.logits[0], "in the batch", "alone")
 
 
 def a_second_turn_sees_what_was_kept(checked: Checked) -> None:
@@ -308,7 +308,7 @@ def _same_choice(where: str, row: int, one: Event, other: Event) -> bool:
     return False
 
 
-def _same_logits(where: str, one: torch.Tensor, other: torch.Tensor, name: str, other_name: str) -> None:
+def same_logits(where: str, one: torch.Tensor, other: torch.Tensor, name: str, other_name: str) -> None:
     if not bool(torch.isclose(one, other, atol=TOLERANCE, rtol=0).all()):
         apart = (one - other).abs().nan_to_num(float("inf")).max()
         raise Broken(f"{where}: logits {name} differ from those {other_name} by up to {apart:.3g}")

@@ -1,4 +1,4 @@
-"""The reference for selection methods: the full cache under a mask that hides exactly the dropped entries.
+"""The reference for selection methods: the full model under a mask that hides exactly what was dropped.
 
 It is plain fp32 attention with repeated KV heads and no code of kvcompress. Wrong positions, grouping, masks or gathers
 in the compressed cache all show up as a difference in logits.
@@ -51,6 +51,31 @@ def only_attending_to(model: torch.nn.Module, kept: Kept | dict[int, Kept]) -> I
 
     with attending_by(model, attention):
         yield
+
+
+@contextmanager
+def hidden_from(model: torch.nn.Module, kept: list[list[list[int]]]) -> Iterator[list[torch.Tensor]]:
+    """Let a layer see, of all columns up to the last that is listed for it in `kept`, [layer][row], only those.
+
+    Yields the attention weights of each layer that ran, (batch, heads, queries, columns)."""
+    noted = []
+
+    def attention(module, query, key, value, attention_mask, scaling, **kwargs):
+        columns, new = key.shape[2], query.shape[2]
+        visible = torch.ones(new, columns, dtype=torch.bool).tril(columns - new)
+        visible = visible.expand(len(query), 1, -1, -1).clone()
+        if attention_mask is not None and new == columns:  # Molmo 2's images look at themselves both ways
+            visible = attention_mask.expand_as(visible).clone()
+        for row, listed in enumerate(kept[module.layer_idx]):
+            hidden = sorted(set(range(columns)) - set(listed) - set(range(max(listed) + 1, columns)))
+            visible[row, ..., hidden] = False
+        visible[..., -new:] |= torch.eye(new, dtype=torch.bool)  # pads and dropped tokens: no NaN
+        output, weights = attended(query, key, value, visible, scaling)
+        noted.append(weights)
+        return output, None
+
+    with attending_by(model, attention):
+        yield noted
 
 
 @contextmanager

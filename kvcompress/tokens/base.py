@@ -140,6 +140,7 @@ class TokenMethod(Method, ABC):
             attention of the vision `tower`, the embeddings of a video's `frames`, or both of a `video`.
     """
 
+    is_checkable: ClassVar[bool] = True
     sees: ClassVar[Sees] = "attention"
 
     @property

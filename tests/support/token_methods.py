@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 import kvcompress
-from kvcompress.check.reference import attended, attending_by, generate
+from kvcompress.check.reference import generate, hidden_from
 from tests.support.families import FAMILIES, MORE_FAMILIES
 from tests.support.kept import real_lengths
 
@@ -38,30 +38,6 @@ def kept_columns(cache: kvcompress.CompressedCache) -> list[list[list[int]]]:
         for heads in rows:
             assert all(torch.equal(head, heads[0]) for head in heads)
     return [[heads[0].tolist() for heads in rows] for rows in layers]
-
-
-@contextmanager
-def hidden_from(model: torch.nn.Module, kept: list[list[list[int]]]) -> Iterator[list[torch.Tensor]]:
-    """Plain attention in which a layer sees, of all columns up to the last that is listed, only the listed ones.
-    Yields the weights of each layer that ran, (batch, heads, queries, columns)."""
-    noted = []
-
-    def attention(module, query, key, value, attention_mask, scaling, **kwargs):
-        columns, new = key.shape[2], query.shape[2]
-        visible = torch.ones(new, columns, dtype=torch.bool).tril(columns - new)
-        visible = visible.expand(len(query), 1, -1, -1).clone()
-        if attention_mask is not None and new == columns:  # Molmo 2's images look at themselves both ways
-            visible = attention_mask.expand_as(visible).clone()
-        for row, listed in enumerate(kept[module.layer_idx]):
-            hidden = sorted(set(range(columns)) - set(listed) - set(range(max(listed) + 1, columns)))
-            visible[row, ..., hidden] = False
-        visible[..., -new:] |= torch.eye(new, dtype=torch.bool)  # pads and dropped tokens: no NaN
-        output, weights = attended(query, key, value, visible, scaling)
-        noted.append(weights)
-        return output, None
-
-    with attending_by(model, attention):
-        yield noted
 
 
 def full_attention(model: torch.nn.Module, inputs: dict) -> tuple[torch.Tensor, ...]:

@@ -15,9 +15,11 @@ from kvcompress.__main__ import main
 from kvcompress.check import command, passed, promises
 from kvcompress.check.command import failure
 from kvcompress.check.promises import PROMISES, Checked
+from kvcompress.check.token_promises import TOKEN_PROMISES, CheckedTokens
 from tests.support.docs import DOCS, python_blocks
 
-DEFINITION = python_blocks(DOCS / "adding-a-method.md")[0]
+BLOCKS = python_blocks(DOCS / "adding-a-method.md")
+DEFINITION, TOKENS = BLOCKS[0], next(block for block in BLOCKS if "TokenMethod" in block)
 
 
 @pytest.fixture(autouse=True)
@@ -197,17 +199,118 @@ def test_what_is_wrong_with_a_method_is_named_with_the_prompts(cls, promise, rea
     assert "\n" not in found
 
 
+class LargeEmbeddings(kvcompress.TokenMethod):
+    """A right token method: those below get one thing wrong each."""
+
+    sees = "embeddings"
+
+    def layers(self, num_layers):
+        return [0]
+
+    def score(self, tokens):
+        return tokens.hidden.float().norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class FarFromTheBatch(LargeEmbeddings):
+    def score(self, tokens):
+        return (tokens.hidden - tokens.hidden.mean((0, 1))).float().norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class UnseededTokens(LargeEmbeddings):
+    def score(self, tokens):
+        return torch.rand(tokens.vision.shape)
+
+
+@dataclass(frozen=True)
+class OneTokenTooMany(LargeEmbeddings):
+    def choose(self, scores, tokens):
+        return tokens.best(scores, [budget + 1 for budget in tokens.budgets]), tokens.hidden
+
+
+@dataclass(frozen=True)
+class NeedsAPicture(LargeEmbeddings):
+    def score(self, tokens):
+        rows = zip(tokens.hidden, tokens.vision, strict=True)
+        return torch.stack([row @ row[vision].amax(0) for row, vision in rows])
+
+
+@dataclass(frozen=True)
+class ScalesKeys(LargeEmbeddings):
+    sees = "attention"
+
+    def layers(self, num_layers):
+        return [2]
+
+    def score(self, tokens):
+        return tokens.attention.keys.mul_(0.5).norm(dim=-1).sum(1)
+
+
+@dataclass(frozen=True)
+class RemembersTokens(LargeEmbeddings):
+    def score(self, tokens):
+        self.before = tokens.hidden
+        return super().score(tokens)
+
+
+TOKEN_BATCH = "a row gives the same result in a padded batch as alone"
+TOKEN_BUDGET = "each row keeps its budget of vision tokens"
+WRONG_TOKENS = [
+    (
+        FarFromTheBatch,
+        TOKEN_BATCH,
+        r"ratio 0.5: row \d, layer 0 keeps columns \[\d.*\] in the batch, \[\d.*\] alone$",
+    ),
+    (UnseededTokens, "the same prompt keeps the same tokens", r"keep no state .* tokens\.row_seeds$"),
+    (
+        OneTokenTooMany,
+        TOKEN_BUDGET,
+        r"row 0 keeps \[13, 13, 13, 13\] of 24 vision tokens per layer instead of \[12, 12",
+    ),
+    (NeedsAPicture, TOKEN_BATCH, r"^IndexError: .*\(test_check.py, line \d+\)$"),
+    (ScalesKeys, "the answer equals the full model's under a mask", "logits with the method differ from those of the"),
+    (
+        RemembersTokens,
+        TOKEN_BATCH,
+        r"^FrozenInstanceError: .* 'before': a method holds only options, and its `prepare` ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("cls", "promise", "reason"), WRONG_TOKENS)
+def test_what_is_wrong_with_a_token_method_is_named_with_the_prompts(cls, promise, reason):
+    kvcompress.register_method("wrong")(cls)
+    found = failure(TOKEN_PROMISES[promise], CheckedTokens("wrong"))
+    assert re.search(reason, found), found
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize("method", ["cdpruner", "fastv", "pyramiddrop", "visionzip", "prumerge+", "dycoke", "fastvid"])
+def test_token_methods_of_ours_keep_every_promise_that_they_make(method, capsys):
+    assert main(["check", method]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[1] for line in lines] == list(TOKEN_PROMISES)
+    assert {line[0] for line in lines} <= {"o", "-"}
+
+
 def test_scores_may_be_whole_numbers():
     kvcompress.register_method("whole")(Whole)
     assert command.failure(PROMISES[APART], Checked("whole")) == ""
 
 
-def test_a_right_method_keeps_every_promise_and_its_file_is_noted_until_it_changes(file, capsys):
+@pytest.mark.parametrize(
+    ("text", "method", "asked"),
+    [(DEFINITION, "value-norm", PROMISES), (TOKENS, "large-embeddings", TOKEN_PROMISES)],
+    ids=["KV", "tokens"],
+)
+def test_a_right_method_keeps_every_promise_and_its_file_is_noted_until_it_changes(file, text, method, asked, capsys):
+    file.write_text(text, encoding="utf-8")
     assert main(["check", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"ok      value-norm: {promise}" for promise in PROMISES]
+    assert lines == [f"ok      {method}: {promise}" for promise in asked]
     assert passed.has_passed(file)
-    file.write_text(DEFINITION + "\n# changed\n", encoding="utf-8")
+    file.write_text(text + "\n# changed\n", encoding="utf-8")
     assert not passed.has_passed(file)
 
 
@@ -290,7 +393,6 @@ def test_a_broken_promise_is_two_lines_and_exit_code_1_and_is_not_noted(file, ca
         (["snapkv", "ratio=0.5"], "ratio= is not for check"),
         (["full"], "method 'full' keeps everything"),
         (["snapkv", "window=3"], "no option 'window'"),
-        (["fastv"], "method 'fastv' drops tokens before they are cached"),
         (["q-filters"], "method 'q-filters' needs calibration=FILE, and check's models have none"),
         (["kvzap"], "method 'kvzap' is learned: it needs checkpoint="),
     ],
