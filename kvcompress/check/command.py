@@ -8,10 +8,12 @@ import argparse
 import inspect
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,8 @@ from ..flag_types import label, whole
 
 if TYPE_CHECKING:
     from .promises import Checked
+
+PROMPTS = 4  # on which a method is calibrated
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,17 +47,18 @@ def main(arguments: list[str]) -> int:
     from .token_promises import TOKEN_PROMISES
 
     broken = 0
-    for checked in methods_of(file, given.what, options, given.seed):
-        for promise, check in (TOKEN_PROMISES if checked.policy.tokens else PROMISES).items():
-            try:
-                reason = failure(check, checked)
-            except NotAsked as error:
-                print(f"-       {checked.method}: {promise}: {error}", flush=True)
-                continue
-            broken += bool(reason)
-            print(f"{'FAILED' if reason else 'ok':7} {checked.method}: {promise}", flush=True)
-            if reason:
-                print(f"        {reason}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="kvcompress-check-") as folder:
+        for checked in methods_of(file, given.what, options, given.seed, Path(folder)):
+            for promise, check in (TOKEN_PROMISES if checked.policy.tokens else PROMISES).items():
+                try:
+                    reason = failure(check, checked)
+                except NotAsked as error:
+                    print(f"-       {checked.method}: {promise}: {error}", flush=True)
+                    continue
+                broken += bool(reason)
+                print(f"{'FAILED' if reason else 'ok':7} {checked.method}: {promise}", flush=True)
+                if reason:
+                    print(f"        {reason}", flush=True)
     if file is not None and not broken and not options:
         from .passed import note
 
@@ -65,8 +70,10 @@ def main(arguments: list[str]) -> int:
     return int(broken > 0)
 
 
-def methods_of(file: Path | None, name: str, options: dict[str, str], seed: int) -> "list[Checked]":
-    """Return the methods to check. Raises KVCompressError for an unknown method, or one that needs a missing file."""
+def methods_of(file: Path | None, name: str, options: dict[str, str], seed: int, folder: Path) -> "list[Checked]":
+    """Return the methods to check, with calibrations in `folder` for those that need one.
+
+    Raises KVCompressError for an unknown method, one that cannot be calibrated, or one that needs a checkpoint."""
     from ..clusters.calibrated import CalibratedKVCluster
     from ..clusters.learned import LearnedKVCluster
     from ..methods import FILES, import_file, method_info
@@ -87,16 +94,36 @@ def methods_of(file: Path | None, name: str, options: dict[str, str], seed: int)
         cls = method_info(method).cls
         if method == "full":
             raise KVCompressError("method 'full' keeps everything: there is nothing to check")
-        if issubclass(cls, CalibratedKVCluster) and not cls.is_checkable:
-            raise KVCompressError(f"method {method!r} needs calibration=FILE, and check's models have none")
+        if issubclass(cls, LearnedKVCluster):
+            raise KVCompressError(f"method {method!r} needs a checkpoint, and check's models have none")
         found.append((CheckedTokens if issubclass(cls, TokenMethod) else Checked)(method, options, seed))
-        if isinstance(found[-1].cluster, LearnedKVCluster):
-            raise KVCompressError(f"method {method!r} needs the checkpoint of a model that is not available")
+        if issubclass(cls, CalibratedKVCluster) and cls.needs_calibration:
+            if "calibration" in options:
+                raise KVCompressError("calibration= is not for check, which calibrates its own models")
+            if reason := failure(partial(calibrate_all, folder=folder), found[-1]):
+                raise KVCompressError(f"method {method!r} cannot be calibrated: {reason}")
     return found
+
+
+def calibrate_all(checked: "Checked", folder: Path) -> None:
+    """Calibrate a method on check's models, each on a few prompts."""
+    from ..calibration.collect import calibrate
+    from ..calibration.files import save
+    from .models import prompts
+
+    for tried in checked.tried:
+        shown = (max(tried.shown),)
+        drawn = (prompts(tried.name, tried.model, (60,), shown, seed).inputs for seed in range(PROMPTS))
+        file = folder / f"{checked.method}-{tried.name}.safetensors"
+        save(calibrate(tried.model, checked.method, drawn, **checked.options), file)
+        checked.of_model[tried.name] = {"calibration": str(file)}
+    checked.options = {**checked.options, **checked.of_model[checked.tried[0].name]}  # where no model is asked
 
 
 def failure(check: Callable[["Checked"], None], checked: "Checked") -> str:
     """Return why a promise is broken, in one line; an empty string if it is kept."""
+    from ..clusters.base import KVCluster
+    from ..methods import method_info
     from .promises import Broken, NotAsked
 
     try:
@@ -106,10 +133,9 @@ def failure(check: Callable[["Checked"], None], checked: "Checked") -> str:
     except (Broken, KVCompressError) as error:
         return str(error)
     except Exception as error:
-        tokens, frames = checked.policy.tokens, traceback.extract_tb(error.__traceback__)
-        file = inspect.getfile(type(tokens or checked.cluster))
-        frame = ([frame for frame in frames if frame.filename == file] or frames)[-1]
-        lasting = "`prepare`" if tokens else "`note` or `observe`"
+        cls, frames = method_info(checked.method).cls, traceback.extract_tb(error.__traceback__)
+        frame = ([frame for frame in frames if frame.filename == inspect.getfile(cls)] or frames)[-1]
+        lasting = "`note` or `observe`" if issubclass(cls, KVCluster) else "`prepare`"
         hint = f": a method holds only options, and its {lasting} what a choice leaves to the next"
         what = one_line(error) + hint * isinstance(error, FrozenInstanceError)
         return f"{type(error).__name__}: {what} ({Path(frame.filename).name}, line {frame.lineno})"

@@ -76,11 +76,12 @@ class Run:
 
 @dataclass
 class Checked:
-    """A method with its options, and the prompts that it runs on."""
+    """A method with its options, among them those that belong to a model, by its name, and the prompts."""
 
     method: str
     options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    of_model: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @cached_property
     def policy(self) -> Policy:
@@ -98,7 +99,7 @@ class Checked:
         ]
 
     def compress(self, tried: Tried, **engine: Any) -> Session:
-        options = {"max_new_tokens": NEW, "ratio": RATIO, **self.options, **engine}
+        options = {"max_new_tokens": NEW, "ratio": RATIO, **self.options, **self.of_model.get(tried.name, {}), **engine}
         return compress(tried.model, self.method, **options)
 
     def answer(self, tried: Tried, forced: torch.Tensor | None = None, **engine: Any) -> Run:

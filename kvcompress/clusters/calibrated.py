@@ -31,10 +31,6 @@ class CalibratedKVCluster(KVCluster):
     needs_calibration: ClassVar[bool] = True  # False: calibration is optional
     calibrated: ClassVar[files.Shapes] = {}  # name -> dimensions, see `calibration.files.check_tensors`
 
-    def __init_subclass__(cls, **kwargs: object) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.is_checkable = not cls.needs_calibration  # no file belongs to the models of `kvcompress check`
-
     def gather(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView
     ) -> dict[str, torch.Tensor]:

@@ -327,6 +327,7 @@ def test_a_file_that_was_never_checked_is_warned_of_once(file, is_checked, monke
 
 CALIBRATED = """
 from dataclasses import dataclass
+from typing import ClassVar
 
 import kvcompress
 from kvcompress.clusters.calibrated import CalibratedKVCluster
@@ -335,23 +336,54 @@ from kvcompress.clusters.calibrated import CalibratedKVCluster
 @kvcompress.register_method("calibrated")
 @dataclass(frozen=True)
 class Calibrated(CalibratedKVCluster):
+    calibrated: ClassVar[dict] = {"mean": ("layers", "kv_heads", "head_dim")}
+
+    def gather(self, queries, keys, values, view):
+        return {"mean": keys[0].double().mean(1)}
+
     def score(self, queries, keys, values, view):
-        return keys.float() @ self.known("mean", view, keys.device)
+        mean = self.known("mean", view, keys.device)
+        return view.protect_recent((keys.float() @ mean[..., None])[..., 0], 4)
 """
 
 
-def test_a_method_that_needs_a_file_of_its_model_cannot_be_checked(file, capsys):
+def test_a_method_that_needs_a_calibration_is_calibrated_and_checked(file, capsys, monkeypatch):
+    monkeypatch.setattr(promises, "PROMISES", {name: PROMISES[name] for name in (BATCH, CHUNKS, APART)})
     file.write_text(CALIBRATED, encoding="utf-8")
+    assert main(["check", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"ok      calibrated: {name}" for name in promises.PROMISES]
+    assert passed.has_passed(file)
+
+
+def test_a_method_that_cannot_be_calibrated_is_one_line(file, capsys):
+    file.write_text(CALIBRATED.replace("mean(1)", "mean(7)"), encoding="utf-8")
     assert main(["check", str(file)]) == 2
-    said = "error: method 'calibrated' needs calibration=FILE, and check's models have none\n"
-    assert capsys.readouterr().err == said
+    said = r"error: method 'calibrated' cannot be calibrated: IndexError: .* \(mine\.py, line 15\)\n"
+    assert re.fullmatch(said, capsys.readouterr().err)
+
+
+LEARNED = """
+from dataclasses import dataclass
+
+import kvcompress
+from kvcompress.clusters.learned import LearnedKVCluster
+
+
+@kvcompress.register_method("learned")
+@dataclass(frozen=True)
+class Learned(LearnedKVCluster):
+    pass
+"""
 
 
 def test_nothing_is_said_of_a_file_that_cannot_be_checked(file, monkeypatch, capsys):
-    file.write_text(CALIBRATED, encoding="utf-8")
+    file.write_text(LEARNED, encoding="utf-8")
     monkeypatch.setenv(methods.FILES, str(file))
-    assert "calibrated" in kvcompress.list_methods()
+    assert "learned" in kvcompress.list_methods()
     assert capsys.readouterr().err == ""
+    monkeypatch.delenv(methods.FILES)
+    assert main(["check", "learned"]) == 2
+    assert capsys.readouterr().err == "error: method 'learned' needs a checkpoint, and check's models have none\n"
 
 
 def test_a_damaged_record_is_as_if_nothing_had_passed(file):
@@ -393,8 +425,8 @@ def test_a_broken_promise_is_two_lines_and_exit_code_1_and_is_not_noted(file, ca
         (["snapkv", "ratio=0.5"], "ratio= is not for check"),
         (["full"], "method 'full' keeps everything"),
         (["snapkv", "window=3"], "no option 'window'"),
-        (["q-filters"], "method 'q-filters' needs calibration=FILE, and check's models have none"),
-        (["kvzap"], "method 'kvzap' is learned: it needs checkpoint="),
+        (["q-filters", "calibration=q.safetensors"], "calibration= is not for check, which calibrates its own models"),
+        (["kvzap"], "method 'kvzap' needs a checkpoint, and check's models have none"),
     ],
 )
 def test_what_cannot_be_checked_is_one_line(words, said, capsys):
