@@ -99,6 +99,8 @@ def sentences(found: list[Table]) -> str:
         scores = {(one.method, one.ratio): one.scores for one in table.entries}
         if (chosen := choose(scores, full, table.clusters)) is not None:
             drops = ", by dropping vision tokens" * (table.protocol["ratio_of"] == "vision")
-            name = f"**{table.regime[0].upper()}{table.regime[1:]}** ({table.task}, {table.model}){drops}"
+            model = "the bundled model" if table.model == "tiny" else table.model
+            where = model if table.task in REGIMES else f"{table.task}, {model}"
+            name = f"**{table.regime[0].upper()}{table.regime[1:]}** ({where}){drops}"
             lines.append(textwrap.fill(f"- {name}: {chosen}", 118, subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join(lines)
