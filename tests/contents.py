@@ -46,7 +46,6 @@ from kvcompress.bench.results import Results
 from kvcompress.cache.cache import CompressedCache
 from kvcompress.calibration.files import ModelIdentity
 from kvcompress.command_line import exit_code
-from kvcompress.learned import checkpoints
 from kvcompress.speech.prompts import growing_wav, read_prompts
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.long_pack.dataset import Pack, write
@@ -490,8 +489,6 @@ def run(command: Callable[[], int]) -> tuple[int | str, str]:
         contextlib.redirect_stderr(said),
     ):
         try:
-            checkpoints.kvzap.cache_clear()
-            checkpoints.fastkvzip.cache_clear()
             with limited_time():
                 code = command()
         except WithoutEnd:

@@ -127,7 +127,7 @@ class Session:
         self._reference = ModelReference(self.model)
         self._forward_names = list(inspect.signature(self.model.forward).parameters)
         self._cache_name = next((name for name in NAMES if name in self._forward_names), CACHE)
-        self._threads = Threads(self._end_pass)
+        self._threads = Threads()
         self._of_pass: list[RemovableHandle | ResumedPrompt] = []
         self._pieces: ResumedPrompt | None = None  # the prompt that is being prefilled in pieces
         self._undo = ExitStack()  # undone on leaving the context
@@ -281,7 +281,7 @@ class Session:
             return None if output is None else self._finish(cache_in(kwargs), kwargs, output)
         finally:
             if not torch.compiler.is_compiling():
-                self._threads.leave()
+                self._threads.leave(self._end_pass)
 
     def _finish(self, cache: CompressedCache, kwargs: dict, output: Any) -> Any:
         """Finish a prompt. With `first_token="compressed"`, feed its last token again on the compressed cache."""

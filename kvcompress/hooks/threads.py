@@ -9,9 +9,7 @@ from ..errors import KVCompressError
 class Threads:
     """The threads in a forward pass, of which one at a time may have hooks on the model for its pass alone."""
 
-    def __init__(self, end_pass: Callable[[], None]):
-        """`end_pass` removes the hooks of one pass."""
-        self._end_pass = end_pass
+    def __init__(self):
         self._inside: set[int] = set()
         self._alone: int | None = None  # the thread whose pass needs hooks of its own
 
@@ -25,18 +23,19 @@ class Threads:
         Raises KVCompressError if other threads are in a pass and one of them needs hooks on the model, which would
         affect all."""
         thread = threading.get_ident()
-        self._inside.add(thread)
-        if is_alone:
-            self._alone = thread
-        if self._alone not in (None, thread) or (is_alone and len(self._inside) > 1):
+        if self._alone not in (None, thread) or (is_alone and self._inside - {thread}):
             raise KVCompressError(
                 "two threads are in a forward pass of this model, and one of them changes the model during its pass, "
                 "as token methods, prefill_chunk= and methods that undo rotations or read twice do: take turns"
             )
+        self._inside.add(thread)
+        if is_alone:
+            self._alone = thread
 
-    def leave(self) -> None:
+    def leave(self, end_pass: Callable[[], None]) -> None:
+        """End this thread's forward pass, if `enter` registered one; `end_pass` removes the hooks of its own."""
         thread = threading.get_ident()
         self._inside.discard(thread)
         if self._alone == thread:
-            self._end_pass()
+            end_pass()
             self._alone = None

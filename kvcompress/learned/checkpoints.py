@@ -3,10 +3,10 @@
 import json
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache, wraps
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +45,31 @@ class Trained:
         return self._moved[key]
 
 
-@cache
+def read_once(*names: str) -> Callable[[Callable[[str], Trained]], Callable[[str], Trained]]:
+    """Return a decorator of a function that loads a checkpoint with these files: an unchanged one is loaded once."""
+
+    def decorated(load: Callable[[str], Trained]) -> Callable[[str], Trained]:
+        kept = lru_cache(maxsize=16)(lambda checkpoint, *states: load(checkpoint))
+
+        @wraps(load)
+        def loaded(checkpoint: str) -> Trained:
+            return kept(checkpoint, *(_state(Path(checkpoint, name)) for name in names))
+
+        return loaded
+
+    return decorated
+
+
+def _state(file: Path) -> tuple[int, ...] | None:
+    """Return numbers that identify a local file's content; None if there is none, as of a checkpoint from the hub."""
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+@read_once("config.json", "model.safetensors")
 def kvzap(checkpoint: str) -> Trained:
     """Load NVIDIA's KVzap surrogates (hub: nvidia/KVzap-linear-..., nvidia/KVzap-mlp-...).
 
@@ -82,7 +106,7 @@ def save_kvzap(layers: list[Weights], folder: Path) -> None:
         save_file(tensors, draft / "model.safetensors", {"format": "pt"})
 
 
-@cache
+@read_once("")
 def fastkvzip(checkpoint: str) -> Trained:
     """Load NAVER's Fast KVzip gates (hub: Jang-Hyun/Fast-KVzip/MODEL/q4_dim16_sink16.pt).
 

@@ -4,6 +4,7 @@ Kept entries move to the front of a request's pages. Their number depends only o
 before the forward pass. Each layer chooses the entries right after its attention. With a prefix cache, a request starts
 with the entries of a known prefix, and the states of its whole prompt become known once they are read."""
 
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -86,11 +87,20 @@ class Eviction:
     def __init__(self, policy: Policy, config: PreTrainedConfig, prefixes: RequestPrefixes | None):
         self.policy, self._config, self._prefixes = policy, config, prefixes
         self.shares_prefixes = prefixes is not None
-        self.pages: CompressedPages | None = None
-        self.cache: CompressedPagedCache | None = None
+        self.adopted: weakref.ref[CompressedPagedCache] | None = None
         self._rotary: Rotary | None = None
         self._step: Step | None = None
         self.peak_pages = 0
+
+    @property
+    def cache(self) -> CompressedPagedCache | None:
+        """The manager's cache; None once it is freed."""
+        return None if self.adopted is None else self.adopted()
+
+    @property
+    def pages(self) -> CompressedPages | None:
+        """The pages of its full-attention layers."""
+        return None if (cache := self.cache) is None else cache.pages
 
     # -- for the pages
 

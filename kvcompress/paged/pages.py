@@ -4,6 +4,7 @@ transformers uses one number for a request's position and for its entries in the
 by it. Here a request's entries are counted separately; the scheduler stays transformers'."""
 
 import copy
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -101,8 +102,7 @@ class PagedRequest:
 class Listener(Protocol):
     """Compresses the entries in the pages."""
 
-    pages: "CompressedPages"
-    cache: "CompressedPagedCache"
+    adopted: "weakref.ref[CompressedPagedCache]"  # a manager that stops frees its pages, whoever knows the listener
     shares_prefixes: bool  # whether `resume` is to be called
 
     def meet(self, state: RequestState) -> PagedRequest:
@@ -232,7 +232,7 @@ def adopt(cache: PagedAttentionCache, inputs: ContinuousBatchingIOs, scheduler: 
     pages = cache.cache_allocators[FULL_ATTENTION]
     pages.__class__, cache.__class__, inputs.__class__ = CompressedPages, CompressedPagedCache, CompressedIOs
     pages.requests, cache.pages, cache.listener, cache.scheduler = {}, pages, listener, scheduler
-    listener.pages, listener.cache = pages, cache
+    listener.adopted = weakref.ref(cache)
     cache.use_prefix_sharing = listener.shares_prefixes
     # The scheduler would count tokens as entries that are read, and hold requests back. The entries read are in the
     # requests' own pages, whose number bounds them.

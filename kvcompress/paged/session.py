@@ -124,7 +124,7 @@ class PagedSession:
     ):
         self.model, self.policy, self._prefix_cache = model, policy, prefix_cache
         self._decoder, self._config, self._pages = decoder, decoder.config, pages
-        self._evictions: list[Any] = []
+        self._eviction: Any = None  # that of the latest manager
         self._managers: list[Any] = []
         self._hooks = ExitStack()
         self._undo = ExitStack()  # undone on leaving the context
@@ -132,12 +132,13 @@ class PagedSession:
     @property
     def peak_pages(self) -> int:
         """The most pages per layer that requests had at once in the latest manager; 0 before the first step."""
-        return self._evictions[-1].peak_pages if self._evictions else 0
+        return 0 if self._eviction is None else self._eviction.peak_pages
 
     @property
     def pages_in_use(self) -> int:
-        """Pages per layer that requests have now in the latest manager."""
-        return self._evictions[-1].pages.pages_in_use if self._evictions else 0
+        """Pages per layer that requests have now in the latest manager; 0 once it has stopped."""
+        pages = None if self._eviction is None else self._eviction.pages
+        return 0 if pages is None else pages.pages_in_use
 
     def __enter__(self) -> "PagedSession":
         self._base = self._config._attn_implementation
@@ -208,7 +209,8 @@ class PagedSession:
                 prefixes = prefixes.of_requests(self._decoder, self._base, self.policy.watches_rotary)
             eviction = Eviction(self.policy, self.model.config, prefixes)
             self._pages.adopt(cache, processor.inputs_and_outputs, processor.scheduler, eviction)
-            self._evictions.append(eviction)
+            self._eviction = eviction
+            self._hooks.close()  # of the manager before
             if self.policy.watches_rotary:
                 for hook in watch_rotary(self._decoder, eviction.rotate):
                     self._hooks.callback(hook.remove)

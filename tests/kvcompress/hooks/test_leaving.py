@@ -1,7 +1,9 @@
 """Whatever happens inside a context, and however often it is left, the model is then as it was."""
 
 import copy
+import gc
 import pickle
+import weakref
 from contextlib import ExitStack
 
 import pytest
@@ -119,6 +121,22 @@ def test_a_context_that_is_left_twice_or_was_never_entered_does_nothing_then(cas
     with session, pytest.raises(kvcompress.KVCompressError, match="already being compressed"), session:
         pass
     assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_entries_and_the_model_are_freed_with_their_last_name_and_wait_for_no_collection_of_garbage(case):
+    model = copy.deepcopy(VLM.build())
+    inputs = VLM.inputs(model, [40], [1])
+    gc.collect()
+    gc.disable()
+    try:
+        with session_of(model, case) as session:
+            generate(model, inputs, 2)
+        gone = [weakref.ref(each) for each in (session.cache, model)]
+        del session, model
+        assert [each() for each in gone] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_leaving_a_context_twice_leaves_the_next_one_connected():

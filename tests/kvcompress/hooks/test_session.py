@@ -482,6 +482,31 @@ def test_a_pass_that_needs_hooks_runs_in_no_other_threads_pass(alone, first):
         assert kept_lists(caches[name]) == expected[name][1]
 
 
+def test_a_pass_that_another_threads_has_to_wait_for_keeps_its_hooks():
+    arrived, go_on, found = threading.Event(), threading.Event(), []
+    family = FAMILIES["qwen2-vl"]
+    model = family.build()
+    inputs = family.inputs(model, [40], [1])
+
+    def wait(*args) -> None:
+        if threading.current_thread() is thread:
+            arrived.set()
+            go_on.wait(10)
+
+    with torch.no_grad(), kvcompress.compress(model, "fastv", 0.3, layer=1):
+        expected = model(**inputs).logits
+        thread = threading.Thread(target=torch.no_grad()(lambda: found.append(model(**inputs).logits)))
+        handle = model.model.language_model.layers[0].register_forward_pre_hook(wait)
+        thread.start()
+        arrived.wait(10)
+        with pytest.raises(KVCompressError, match="two threads are in a forward pass"):
+            model(**inputs)
+        go_on.set()
+        thread.join()
+        handle.remove()
+    assert torch.equal(found[0], expected)
+
+
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_direct_call_feeds_the_last_token_again_at_its_own_position(family):
     """`generate` computes positions before the forward pass; a direct call leaves that to the model."""

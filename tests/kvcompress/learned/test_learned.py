@@ -2,6 +2,7 @@
 tiny random checkpoints; and their scores against loops over the layers' real inputs."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,6 +178,29 @@ def test_every_layer_has_its_own_weights_and_inputs(method):
         heads = PLAIN[method](layers[layer], hidden)
         for scores, kept in zip(heads, session.cache.kept_indices(layer)[0], strict=True):
             assert kept.tolist() == held_after(scores.tolist(), 40, case, {})
+
+
+@each_method
+@pytest.mark.parametrize("how", ["trained again", "another folder"])
+def test_a_checkpoint_that_changed_under_its_name_is_read_again(method, how, tmp_path, monkeypatch):
+    case = case_of(method, "qwen2")
+    first = Path(checkpoint_for(method, case.model))
+    save = checkpoints.save_kvzap if method == "kvzap" else checkpoints.save_fastkvzip
+    load = checkpoints.kvzap if method == "kvzap" else checkpoints.fastkvzip
+    layers = load(str(first)).layers
+    for name, factor in (("one", 1), ("other", 2)):
+        (tmp_path / name).mkdir()
+        save([{key: factor * part for key, part in each.items()} for each in layers], tmp_path / name / first.name)
+    monkeypatch.chdir(tmp_path / "one")
+    weights = load(first.name).layers[0]
+    if how == "another folder":
+        monkeypatch.chdir(tmp_path / "other")
+    else:
+        (tmp_path / "one" / first.name).rename(tmp_path / "before")
+        (tmp_path / "other" / first.name).rename(tmp_path / "one" / first.name)
+    for key, part in load(first.name).layers[0].items():
+        assert torch.equal(part, 2 * weights[key])
+    assert load(first.name) is load(first.name)
 
 
 def test_fast_kvzip_keeps_sinks_and_a_part_of_the_tokens_at_the_end():

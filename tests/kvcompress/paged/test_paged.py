@@ -1,6 +1,7 @@
 """Continuous batching on compressed pages: each request gets the tokens that it gets alone, in bounded memory."""
 
 import copy
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -327,6 +328,17 @@ def test_pages_of_a_long_prompt_are_free_once_it_is_through():
     with paged.compress(model, "snapkv", budget=8) as session:
         answers(model, pages_config(4, 24, 128), prompts, [20, 20])
         assert session.peak_pages == 16 + 7  # a prompt, and what is left of the other, with 19 tokens to come
+
+
+@pytest.mark.parametrize("method", ["snapkv", "expected-attention"])
+def test_a_manager_that_stops_frees_its_pages_and_the_next_one_has_all_memory(method):
+    model, prompts = FAMILIES["qwen2"].build(2), prompts_of(20, 9)
+    with paged.compress(model, method, budget=8) as session:
+        for _ in range(2):
+            answers(model, pages_config(4, 24), prompts, [4, 4])
+            gc.collect()
+            assert not [each for each in gc.get_objects() if type(each).__name__ == "CompressedPagedCache"]
+            assert session.pages_in_use == 0 < session.peak_pages
 
 
 def test_a_cancelled_request_frees_its_pages():
