@@ -182,10 +182,11 @@ def attend_under(base: str, attend: Callable, module: torch.nn.Module, query, ke
     if mask is None or mask.shape[1] == 1:
         return attend(module, query, key, value, base_mask_format(base, mask, query.dtype), **kwargs)
     batch, kv_heads = key.shape[:2]
-    if "flash" not in base:
+    if "flash" not in base and base != "flex_attention":
         mask = mask.repeat_interleave(query.shape[1] // kv_heads, dim=1)
         return attend(module, query, key, value, base_mask_format(base, mask, query.dtype), **kwargs)
-    # Flash attention supports padding per sequence, not per head, so each KV head becomes its own sequence.
+    # Flash attention supports padding per sequence, not per head, and transformers' flex attention takes the first
+    # head's mask for all: each KV head becomes its own sequence.
     query = query.reshape(batch * kv_heads, -1, *query.shape[2:])
     key, value = key.flatten(0, 1).unsqueeze(1), value.flatten(0, 1).unsqueeze(1)
     mask = base_mask_format(base, mask.flatten(0, 1).unsqueeze(1), query.dtype)
