@@ -75,6 +75,8 @@ def compressed_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if getattr(module, "layer_idx", layer.layer_idx) != layer.layer_idx:
         return attend_to_others(base, attend, module, query, given, value, attention_mask, scaling=scaling, **kwargs)
+    if isinstance(given, LayerKeys):
+        given.use()
     if not layer.is_first_prompt:
         kept = layer, given, attention_mask
         result = attend_to_kept(base, attend, module, query, key, value, *kept, scaling=scaling, **kwargs)
@@ -93,7 +95,12 @@ def check_came_through(module: torch.nn.Module) -> None:
     if torch.compiler.is_compiling():
         return
     is_in_pass = connected.get(id(module.config))
-    if is_in_pass is not None and not is_in_pass():
+    if is_in_pass is None:
+        raise KVCompressError(
+            "a model's config was copied inside compress(...) or attach(...), with kvcompress's attention in it: call "
+            "set_attn_implementation of the model that has the copy"
+        )
+    if not is_in_pass():
         raise KVCompressError(
             "a forward pass bypassed kvcompress: inside compress(...) or attach(...), call the model itself "
             "(model(...) or model.generate(...)), not its forward or a part of it"

@@ -25,7 +25,9 @@ def uncompiled(monkeypatch) -> None:
     FLEX.set_attn_implementation("flex_attention")
 
 
-@pytest.mark.parametrize("options", [{}, {"cache_implementation": "quantized"}, STATIC], ids=["ragged", "bits", "static"])
+@pytest.mark.parametrize(
+    "options", [{}, {"cache_implementation": "quantized"}, STATIC], ids=["ragged", "bits", "static"]
+)
 @pytest.mark.parametrize("lengths", [[40, 40], [40, 23]], ids=["even", "padded"])
 @pytest.mark.parametrize("method", ["snapkv", "adakv"])
 def test_flex_attention_and_sdpa_agree_in_a_prompt_a_step_and_a_second_prompt(method, lengths, options):
