@@ -38,6 +38,7 @@ class LayerKeys(torch.Tensor):
     Attributes:
         is_first_prompt, in_place: the layer's `is_first_prompt` and `decodes_in_place` in this pass.
         mask: the mask that the layer attended under, see `Pass.mask`; None if one of the two is True.
+        is_used: whether the layer has attended to them.
     """
 
     plain: torch.Tensor
@@ -45,6 +46,16 @@ class LayerKeys(torch.Tensor):
     is_first_prompt: bool
     in_place: bool
     mask: torch.Tensor | None
+    is_used: bool
+
+    def use(self) -> None:
+        """Note that their layer attends to them. Raises KVCompressError the second time."""
+        if self.is_used:
+            raise KVCompressError(
+                f"a {type(self.kv_layer.module).__name__} attends twice with the same keys, and compression knows what "
+                "to do for one attention of a layer"
+            )
+        self.is_used = True
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
@@ -64,7 +75,7 @@ def on_their_way(keys: torch.Tensor, layer: CacheLayerMixin) -> torch.Tensor:
         keys = keys.view_as(keys)
     else:
         plain, keys = keys, keys.as_subclass(LayerKeys)
-        keys.plain, keys.mask = plain, None
+        keys.plain, keys.mask, keys.is_used = plain, None, False
         keys.is_first_prompt, keys.in_place = layer.is_first_prompt, layer.decodes_in_place
     keys.kv_layer = layer
     return keys

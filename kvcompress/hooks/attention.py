@@ -75,6 +75,8 @@ def compressed_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if getattr(module, "layer_idx", layer.layer_idx) != layer.layer_idx:
         return attend_to_others(base, attend, module, query, given, value, attention_mask, scaling=scaling, **kwargs)
+    if isinstance(given, LayerKeys):
+        given.use()
     if not layer.is_first_prompt:
         kept = layer, given, attention_mask
         result = attend_to_kept(base, attend, module, query, key, value, *kept, scaling=scaling, **kwargs)
@@ -93,7 +95,12 @@ def check_came_through(module: torch.nn.Module) -> None:
     if torch.compiler.is_compiling():
         return
     is_in_pass = connected.get(id(module.config))
-    if is_in_pass is not None and not is_in_pass():
+    if is_in_pass is None:
+        raise KVCompressError(
+            "a model's config was copied inside compress(...) or attach(...), with kvcompress's attention in it: call "
+            "set_attn_implementation of the model that has the copy"
+        )
+    if not is_in_pass():
         raise KVCompressError(
             "a forward pass bypassed kvcompress: inside compress(...) or attach(...), call the model itself "
             "(model(...) or model.generate(...)), not its forward or a part of it"
@@ -182,10 +189,11 @@ def attend_under(base: str, attend: Callable, module: torch.nn.Module, query, ke
     if mask is None or mask.shape[1] == 1:
         return attend(module, query, key, value, base_mask_format(base, mask, query.dtype), **kwargs)
     batch, kv_heads = key.shape[:2]
-    if "flash" not in base:
+    if "flash" not in base and base != "flex_attention":
         mask = mask.repeat_interleave(query.shape[1] // kv_heads, dim=1)
         return attend(module, query, key, value, base_mask_format(base, mask, query.dtype), **kwargs)
-    # Flash attention supports padding per sequence, not per head, so each KV head becomes its own sequence.
+    # Flash attention supports padding per sequence, not per head, and transformers' flex attention takes the first
+    # head's mask for all: each KV head becomes its own sequence.
     query = query.reshape(batch * kv_heads, -1, *query.shape[2:])
     key, value = key.flatten(0, 1).unsqueeze(1), value.flatten(0, 1).unsqueeze(1)
     mask = base_mask_format(base, mask.flatten(0, 1).unsqueeze(1), query.dtype)

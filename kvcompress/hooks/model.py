@@ -1,7 +1,7 @@
 """Finding the parts of a transformers model that compression connects to, for any family."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
@@ -30,6 +30,14 @@ def check_whole_prompt(model: PreTrainedModel, options: Mapping[str, Any]) -> No
             "prefill_chunk_size= would compress each piece of a prompt as a prompt of its own: give compress(...) "
             "prefill_chunk= instead"
         )
+
+
+def refuse_pages(*args: object, **kwargs: object) -> NoReturn:
+    """Raise KVCompressError where transformers would make a manager of continuous batching."""
+    raise KVCompressError(
+        "continuous batching (generate_batch, cache_implementation='paged') stores keys in pages, which "
+        "kvcompress.compress(...) does not compress: use kvcompress.paged.compress(...)"
+    )
 
 
 def generation_option(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> Any:

@@ -1,9 +1,10 @@
 """Checks whether a cache that is given, such as a loaded one, belongs to a session."""
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..cache.cache import CompressedCache
 from ..cache.saved import differences, in_force
@@ -39,6 +40,26 @@ def check_given(cache: CompressedCache, model: PreTrainedModel) -> None:
         check_cache(model, cache.config)
     elif not torch.compiler.is_compiling():
         _check_filled_by(cache, model)
+
+
+def check_replaced(cache: Cache, before: WeakSet[Cache]) -> None:
+    """Raise KVCompressError unless a session's own cache can take the place of one that is given, which stays empty.
+
+    `before` holds those of earlier passes. The next pass of such a loop must be given the output's cache."""
+    if type(cache) is not DynamicCache or cache.get_seq_length() or getattr(cache, "offloading", False):
+        kind = "an offloaded cache" if getattr(cache, "offloading", False) else f"a {type(cache).__name__}"
+        raise KVCompressError(
+            f"past_key_values is {kind} with {cache.get_seq_length()} tokens: inside compress(...), which takes "
+            "cache_implementation=, it must be a CompressedCache or absent"
+        )
+    if torch.compiler.is_compiling():
+        return
+    if cache in before:
+        raise KVCompressError(
+            "past_key_values is a DynamicCache that was given before and has stayed empty: inside compress(...) a "
+            "CompressedCache takes its place, so go on with the output's past_key_values"
+        )
+    before.add(cache)
 
 
 def _check_filled_by(cache: CompressedCache, model: PreTrainedModel) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -30,13 +31,13 @@ from .chunked_prefill import feed_in_chunks
 from .context_first import read_context_first
 from .hidden_states import watch_hidden_states
 from .last_token import check_labels, last_token, note_last_position
-from .model import check_heads, check_whole_prompt, text_decoder, unwrapped
+from .model import check_heads, check_whole_prompt, refuse_pages, text_decoder, unwrapped
 from .model_identity import ModelReference
 from .positions import go_on_from, rope_deltas
 from .prefix_cache import PrefixCache
-from .replacement import wrapped
+from .replacement import Replacement, wrapped
 from .resumed_prompt import ResumedPrompt
-from .reused import check_given, check_reused
+from .reused import check_given, check_replaced, check_reused
 from .rotary import rotary_embeddings, watch_rotary
 from .second_pass import SecondPass
 from .threads import Threads
@@ -130,6 +131,7 @@ class Session:
         self._threads = Threads()
         self._of_pass: list[RemovableHandle | ResumedPrompt] = []
         self._pieces: ResumedPrompt | None = None  # the prompt that is being prefilled in pieces
+        self._replaced: WeakSet[DynamicCache] = WeakSet()  # caches that were given, and stay empty
         self._undo = ExitStack()  # undone on leaving the context
 
     def __enter__(self) -> "Session":
@@ -149,6 +151,8 @@ class Session:
                 undo.callback(wrapped(self.model, "prepare_inputs_for_generation", self._prepare_inputs).remove)
             if hasattr(self.model, "generate"):
                 undo.callback(wrapped(self.model, "generate", self._generate).remove)
+            if hasattr(self.model, "init_continuous_batching"):
+                undo.callback(Replacement(self.model, "init_continuous_batching", refuse_pages).remove)
             for watch in (self._frames, self._tower):
                 for hook in watch.attach() if watch is not None else ():
                     undo.callback(hook.remove)
@@ -390,9 +394,6 @@ class Session:
         if self._new_cache is None:
             raise KVCompressError("attach(...) compresses nothing by itself: pass past_key_values=CompressedCache(...)")
         ours = CompressedCache(self.model.config, **self._new_cache)  # first: it refuses a model without attention
-        if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length()):
-            raise KVCompressError(
-                f"past_key_values is a {type(cache).__name__} with {cache.get_seq_length()} tokens: inside "
-                "compress(...), which takes cache_implementation=, it must be a CompressedCache or absent"
-            )
+        if cache is not None:
+            check_replaced(cache, self._replaced)
         return ours

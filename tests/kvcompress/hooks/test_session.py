@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel
 
 import kvcompress
 from kvcompress import CompressedCache, KVCompressError
@@ -137,6 +137,36 @@ def test_a_pass_that_goes_around_the_hooks_is_no_silent_full_cache(family):
     assert not attention.connected
 
 
+def test_a_model_from_a_config_that_was_copied_in_the_context_is_no_half_compressed_one():
+    with compress():
+        other = type(MODEL)(copy.deepcopy(MODEL.config)).eval()
+    other.load_state_dict(MODEL.state_dict())
+    with pytest.raises(KVCompressError, match="config was copied inside"):
+        other(**INPUTS)
+    other.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        assert torch.equal(other(**INPUTS).logits, MODEL(**INPUTS).logits)
+
+
+def test_continuous_batching_is_refused_with_what_to_use():
+    with compress(), pytest.raises(KVCompressError, match=r"use kvcompress\.paged\.compress"):
+        MODEL.generate_batch([[8, 9, 10]], generation_config=GenerationConfig(max_new_tokens=1))
+
+
+def test_a_model_that_attends_twice_with_the_same_keys_is_an_error():
+    config = DiffLlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = DiffLlamaForCausalLM(config).eval()
+    with pytest.raises(KVCompressError, match=r"attends twice|attention interface"), compress(model):
+        model(**INPUTS)
+
+
 def test_a_pass_that_makes_no_use_of_the_cache_is_an_error():
     model = copy.deepcopy(MODEL).requires_grad_(True).train()
     model.gradient_checkpointing_enable()
@@ -191,6 +221,25 @@ def test_a_filled_cache_is_not_continued_in_another_model(tokens):
             other(more, past_key_values=session.cache)
     with torch.no_grad(), kvcompress.attach(MODEL):
         MODEL(more, past_key_values=session.cache)  # it is as it was
+
+
+def test_a_loop_over_a_cache_of_transformers_goes_on_with_the_outputs_cache():
+    expected = answer(MODEL, 1)[1]
+    with torch.no_grad(), compress() as session:
+        given = DynamicCache(config=MODEL.config)
+        output = MODEL(**INPUTS, past_key_values=given)
+        with pytest.raises(KVCompressError, match=r"has stayed empty.*the output's past_key_values"):
+            MODEL(TOKEN, past_key_values=given)
+        assert output[CACHE] is session.cache
+        assert torch.equal(step(MODEL, output[CACHE]), expected)
+        MODEL(**INPUTS, past_key_values=DynamicCache(config=MODEL.config))
+
+
+def test_an_offloaded_cache_of_transformers_is_not_silently_one_in_gpu_memory():
+    given = DynamicCache(config=MODEL.config)
+    given.offloading = True  # which its own constructor allows only beside an accelerator
+    with compress(), pytest.raises(KVCompressError, match=r"is an offloaded cache.*cache_implementation="):
+        MODEL(**INPUTS, past_key_values=given)
 
 
 def test_a_cache_for_the_text_model_alone_knows_no_images_and_is_an_error():
