@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from kvcompress import KVCompressError
 from kvcompress.files import check_output, replacing
+from kvcompress.pictures import read_image
 
 from ...cells.kept_tokens_file import shares, unpacked
 from ...cells.machine import check_environment, set_offline
@@ -47,7 +48,7 @@ def show(given: argparse.Namespace) -> None:
     for name in ("method", "ratio"):
         if not getattr(given, name).strip(", "):
             raise KVCompressError(f"--{name} {getattr(given, name)!r} is an empty list")
-    image = read_image(given.image)
+    image = photo(given.image)
     check_output(given.out.parent, given.out.name)
     # The task is never run; this one needs no network.
     request = parse(["tiny_textvqa", given.model, f"full,{given.method}", given.ratio, *given.options])
@@ -65,11 +66,10 @@ def show(given: argparse.Namespace) -> None:
     print(f"written: {given.out}")
 
 
-def read_image(path: Path) -> Image.Image:
+def photo(path: Path) -> Image.Image:
     """Read an image file as RGB. Raises KVCompressError."""
     try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
+        return read_image(path)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise KVCompressError(f"{str(path)!r} is not an image that can be read: {error}") from None
 
