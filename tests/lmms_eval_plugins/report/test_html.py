@@ -337,6 +337,22 @@ def test_the_page_reads_bits_as_python_packs_them(browser, report):
     page.close()
 
 
+def test_every_axis_has_round_numbers_on_it(browser, report):
+    page = browser.new_page()
+    page.goto(f"file://{report / 'report.html'}")
+    shown = "([low, high, log, of]) => ticks(low, high, log, of === bytes).map(of)"
+
+    def marks(low, high, log, of):
+        return page.evaluate(f"([low, high, log]) => ({shown})([low, high, log, {of}])", [low, high, log])
+
+    assert marks(0.04, 1.1, True, "percent") == ["5 %", "10 %", "20 %", "50 %", "100 %"]
+    assert marks(0.26, 0.46, True, "percent") == ["30 %", "35 %", "40 %", "45 %"]  # between 20 % and 50 %
+    assert marks(70_000, 1_500_000, True, "bytes") == ["128.0 KiB", "256.0 KiB", "512.0 KiB", "1.0 MiB"]
+    assert marks(1_150_000, 1_600_000, True, "bytes") == ["1.1 MiB", "1.2 MiB", "1.3 MiB", "1.4 MiB", "1.5 MiB"]
+    assert marks(0.036, 0.107, False, "milliseconds") == ["40.0 ms", "60.0 ms", "80.0 ms", "100.0 ms"]
+    page.close()
+
+
 def column(page, place):
     return page.locator(f"#cells-table tbody tr td:nth-child({place})").all_inner_texts()
 
