@@ -26,6 +26,11 @@ def plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
+def wrapped(text: str, inches: float, points: float) -> str:
+    """Wrap text to lines of about `inches`, at a font size of `points`, escaped as `plain` does."""
+    return plain("\n".join(textwrap.wrap(text, max(8, int(72 * inches / (0.6 * points))))))
+
+
 def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
     """Plot score against the share of KV entries kept, a line per series with standard errors; the full cache is black
     and dashed."""

@@ -513,6 +513,23 @@ def test_a_picture_is_titled_with_the_questions_first_line(tmp_path, monkeypatch
     assert figure.get_suptitle() == question.partition("\n")[0]
 
 
+@pytest.mark.usefixtures("figures_not_rendered")
+def test_no_text_of_a_picture_is_cut_or_taken_for_a_formula(tmp_path, monkeypatch):
+    figures, close = [], plt.close
+    monkeypatch.setattr(plt, "close", figures.append)
+    name = "entropy-gated-chunkkv head_budget=adaptive layer_budget=pyramid 0.2"
+    rows = [{"entry": entry(0, 0.5), "name": name, "answer": "white, or $\\frac " + 30 * "white "}] * 3
+    show.write_png(tmp_path / "a.png", "Is it $5, or $\\frac, " + 40 * "or more " + "?", rows)
+    (figure,) = figures
+    close(figure)
+    labels = [axis.yaxis.label for axis in figure.axes if axis.get_ylabel()]
+    assert len(labels) == 3
+    boxes = [text.get_window_extent() for text in (figure._suptitle, *labels)]
+    for place, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[place + 1 :])
+        assert min(box.x0, box.y0, figure.bbox.x1 - box.x1, figure.bbox.y1 - box.y1) > -1  # pixel
+
+
 def test_each_cell_comes_with_its_methods_colour_a_marker_of_its_own_and_what_it_kept(root):
     (group,) = page_data(load_groups(root))["groups"]
     for cell in group["cells"]:
