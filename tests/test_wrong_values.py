@@ -54,7 +54,7 @@ COMMANDS = {
         f"{PLUGIN}.report.html.show_command",
         "parser",
         ["a.png", "What?"],
-        f"{PLUGIN}.report.html.show.read_image",
+        f"{PLUGIN}.report.html.show.photo",
     ),
     "bench": (f"{BENCH}.command", "parser", ["org/model"], f"{BENCH}.comparison.load"),
     "export": (

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-from PIL import Image
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 from transformers import BatchFeature, PreTrainedModel
 
 from ..errors import shown
+from ..pictures import read_image
 
 GREEDY_BELOW = 1e-5  # as in vLLM: divided by less, logits overflow
 
@@ -193,7 +193,6 @@ def _read(part: TextPart | ImagePart) -> dict[str, Any]:
     if not head.startswith("data:") or not head.endswith(";base64"):
         raise HTTPException(400, "an image_url must be a data: URL in base64; this server fetches nothing")
     try:
-        with Image.open(io.BytesIO(base64.b64decode(data, validate=True))) as image:
-            return {"type": "image", "image": image.convert("RGB")}
+        return {"type": "image", "image": read_image(io.BytesIO(base64.b64decode(data, validate=True)))}
     except Exception as error:  # each of Pillow's decoders raises what it likes
         raise HTTPException(400, f"an image cannot be read: {type(error).__name__}: {error}") from None

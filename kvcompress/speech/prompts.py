@@ -15,6 +15,7 @@ from transformers import ProcessorMixin
 
 from ..errors import KVCompressError, shown
 from ..files import parse_json
+from ..pictures import read_image
 from . import answering
 from .kinds import PARTS
 
@@ -63,7 +64,7 @@ def read_prompts(file: Path, rate: int, without: list[str]) -> list[SpeechPrompt
     """Read the prompts of a JSONL file. Raises KVCompressError, which names the line."""
     prompts = []
     for where, given in read_lines(file):
-        image = read_image(given["image"]) if "image" in given else None
+        image = read_picture(given["image"]) if "image" in given else None
         sound = read_wav(given["audio"], rate) if "audio" in given else None
         prompt = SpeechPrompt(given["text"], image, sound)
         if part := missing_part(prompt, without):
@@ -107,9 +108,9 @@ def read_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def read_image(file: Path) -> Image.Image:
+def read_picture(file: Path) -> Image.Image:
     try:
-        return Image.open(file).convert("RGB")
+        return read_image(file)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         raise KVCompressError(f"{file} is not a picture") from None
 

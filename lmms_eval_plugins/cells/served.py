@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from kvcompress import KVCompressError
 from kvcompress.errors import one_line, shown
+from kvcompress.pictures import read_image
 from kvcompress.serve.command import API_KEY
 
 from ..model.answerer import Answerer, question
@@ -30,7 +31,6 @@ from ..model.arguments import ModelArguments
 from ..model.fewshot import FewShot
 from ..model.generation import Generation, generation_of
 from ..model.input_methods import INPUT_METHODS, choose
-from ..model.prompts import read_image
 from ..model.shared_media import media_of
 from .errors import EvaluationFailed, UsageError
 from .machine import number_of_processes

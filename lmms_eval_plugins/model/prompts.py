@@ -21,11 +21,12 @@ import torch
 from lmms_eval.api.instance import Instance
 from lmms_eval.protocol import ChatMessages
 from loguru import logger
-from PIL import Image, ImageOps
+from PIL import Image
 from transformers import BatchFeature
 from transformers.video_utils import VideoMetadata
 
 from kvcompress import KVCompressError
+from kvcompress.pictures import read_image
 
 from .arguments import ModelArguments
 
@@ -162,18 +163,6 @@ def resize_with_qwen_vl_utils(image: Image.Image, patch_size: int) -> Image.Imag
     from qwen_vl_utils import fetch_image
 
     return fetch_image({"image": image}, image_patch_size=patch_size)
-
-
-def read_image(source: Any) -> Image.Image:
-    """Return an image or image file as RGB; a file as its camera was held, as transformers and `datasets` read it."""
-    if isinstance(source, (str, Path)):
-        with Image.open(source) as image:
-            return read_image(ImageOps.exif_transpose(image))
-    if isinstance(source, Image.Image):
-        if source.mode.startswith("I;16"):  # Pillow would clip 16 bits to the lowest 8: all but the darkest turn white
-            source = Image.fromarray((np.asarray(source) >> 8).astype(np.uint8))
-        return source.convert("RGB")
-    raise KVCompressError(f"an image must be a PIL image or a file name, got {type(source).__name__}")
 
 
 class DoNotBatch(KVCompressError):

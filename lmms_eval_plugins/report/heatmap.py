@@ -3,7 +3,6 @@
 import argparse
 import math
 import re
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from .appearance import short_names
 from .groups import read_cells
 from .headline import by_question, headline, why_none
 from .numbers import fixed, kept
-from .plots import plain
+from .plots import plain, wrapped
 from .table import KEPT, sweep_frame
 from .terminal import fitted
 
@@ -34,6 +33,9 @@ MOST_VALUES = 40  # of a column: more would not be legible
 OF_CELL = ("settings", "method", "options", "series", "metric", "size", "kept")
 PANELS = 6  # per row of the figure, unless one method has more
 FEW = 5  # up to this many methods, each has its own row
+COLUMN = 0.5  # inches
+TICK = 7  # points of the text beside an axis
+LONGEST = 30  # characters of a value beside an axis
 
 
 def named(column: str) -> str:
@@ -94,14 +96,18 @@ def draw(table: pd.DataFrame, x: str, y: str, title: str, metric: str, path: Pat
     xs, ys = (_ordered(table[name].unique()) for name in (x, y))
     most = max(map(len, sizes.values()))
     beside = max(1, min(len(sizes), PANELS // most)) if most == 1 or len(sizes) > FEW else 1  # methods in a row
-    width, height = max(2.2, 0.5 * len(xs) + 0.6), max(1.7, 0.3 * len(ys) + 0.9)
+    below, left = ([_label(value) for value in values] for values in (xs, ys))
+    under, aside = (0.6 * TICK / 72 * max(map(len, labels)) for labels in (below, left))  # inches of the longest
+    turned = under > COLUMN
+    width = max(2.2, COLUMN * len(xs) + 0.6) + max(0, aside - 0.3)
+    height = max(1.7, 0.3 * len(ys) + 0.9) + turned * under
     names = {
-        key: _wrapped(key[0] if key[0] == "full" else f"{key[0]} {_kept(cells)}", width - 0.5, 8)
+        key: wrapped(key[0] if key[0] == "full" else f"{key[0]} {_kept(cells)}", width - 0.5, 8)
         for key, cells in table.groupby(["series", "size"])
     }
     height += 0.14 * max(name.count("\n") for name in names.values())
     shape = -(-len(sizes) // beside), beside * most
-    title = _wrapped(title, width * shape[1] + 1.2, 10)
+    title = wrapped(title, width * shape[1] + 1.2, 10)
     figsize = (width * shape[1] + 1.2, height * shape[0] + 0.5 + 0.17 * title.count("\n"))
     figure, axes = plt.subplots(*shape, figsize=figsize, squeeze=False, layout="constrained")
     for axis in axes.flat:
@@ -117,24 +123,19 @@ def draw(table: pd.DataFrame, x: str, y: str, title: str, metric: str, path: Pat
             grid = scale * cells.pivot(index=y, columns=x, values="score").reindex(index=ys, columns=xs)
             image = axis.imshow(grid, vmin=limits[0], vmax=limits[1], cmap="viridis", aspect="auto")
             _write_values(axis, grid, limits)
-            axis.set_xticks(range(len(xs)), [_short(value) for value in xs], fontsize=7)
-            axis.set_yticks(range(len(ys)), [_short(value) for value in ys], fontsize=7)
-            axis.set_xlabel(_wrapped(x, width, 7), fontsize=7, labelpad=2)
+            axis.set_xticks(range(len(xs)), below, fontsize=TICK, rotation=90 if turned else 0)
+            axis.set_yticks(range(len(ys)), left, fontsize=TICK)
+            axis.set_xlabel(wrapped(x, width, TICK), fontsize=TICK, labelpad=2)
             if axis is axes[number // beside, 0]:
-                axis.set_ylabel(_wrapped(y, height, 7), fontsize=7)
+                axis.set_ylabel(wrapped(y, height, TICK), fontsize=TICK)
             axis.set_title(names[series, size], fontsize=8)
     figure.suptitle(title, fontsize=10)
     bar = figure.colorbar(image, ax=axes, shrink=min(1.0, 4 / figsize[1]), aspect=15, anchor=(0.0, 1.0))
-    bar.set_label(_wrapped(metric, min(4.0, 0.5 * figsize[1]), 9) + (" (%)" if scale == 100 else ""), fontsize=9)
+    bar.set_label(wrapped(metric, min(4.0, 0.5 * figsize[1]), 9) + (" (%)" if scale == 100 else ""), fontsize=9)
     bar.ax.tick_params(labelsize=8)
     with replacing(path) as draft:
         figure.savefig(draft, dpi=120, format="png")
     plt.close(figure)
-
-
-def _wrapped(text: str, inches: float, points: float) -> str:
-    """Wrap text to lines of at most `inches`, at a font size of `points`."""
-    return plain("\n".join(textwrap.wrap(text, max(8, int(72 * inches / (0.6 * points))))))
 
 
 def _kept(cells: pd.DataFrame) -> str:
@@ -156,6 +157,12 @@ def _write_values(axis: plt.Axes, grid: pd.DataFrame, limits: tuple[float, float
 def _short(value: Any) -> str:
     is_fraction = isinstance(value, float) and not value.is_integer()
     return f"{value:g}" if is_fraction else str(int(value) if isinstance(value, float) else value)
+
+
+def _label(value: Any) -> str:
+    """Return a value as it stands beside an axis."""
+    text = " ".join(_short(value).split())
+    return plain(text if len(text) <= LONGEST else text[: LONGEST - 1] + "…")
 
 
 def _ordered(values: Iterable[Any]) -> list[Any]:

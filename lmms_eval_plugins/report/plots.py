@@ -26,6 +26,11 @@ def plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
+def wrapped(text: str, inches: float, points: float) -> str:
+    """Wrap text to lines of about `inches`, at a font size of `points`, escaped as `plain` does."""
+    return plain("\n".join(textwrap.wrap(text, max(8, int(72 * inches / (0.6 * points))))))
+
+
 def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
     """Plot score against the share of KV entries kept, a line per series with standard errors; the full cache is black
     and dashed."""
@@ -56,8 +61,7 @@ def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
         axes.set_xticks(ticks, [f"{number:.3g}" for number in ticks])
         axes.minorticks_off()
     axes.set_xlabel("share of the prompt's KV entries kept, as measured")
-    axes.set_ylim(bottom=min(0, frame["shown"].min()))
-    _finish(figure, axes, frame, title, path)
+    _finish(figure, axes, frame, title, path, " ± standard error" if compressed["error"].notna().any() else "")
 
 
 def plot_throughput(frame: pd.DataFrame, title: str, path: Path) -> None:
@@ -82,7 +86,6 @@ def plot_throughput(frame: pd.DataFrame, title: str, path: Path) -> None:
     axes.plot(front["answers_per_s"], front["shown"], color="grey", linewidth=1.4, zorder=1, label="front", **ring)
     axes.set_xlabel("answers per second")
     axes.set_xlim(0.8 * frame["answers_per_s"].min(), 1.2 * frame["answers_per_s"].max())
-    axes.set_ylim(bottom=min(0, frame["shown"].min()) - 0.04 * frame["shown"].max())
     is_named = frame["series"].isin(styles) if frame["series"].nunique() <= MOST_COLOURED else frame["front"]
     _finish(figure, axes, frame, title, path, named=frame[is_named | (frame["method"] == "full")])
 
@@ -122,11 +125,22 @@ def _others(frame: pd.DataFrame, styles: dict[str, dict[str, str]]) -> str:
 
 
 def _finish(
-    figure: Figure, axes: plt.Axes, frame: pd.DataFrame, title: str, path: Path, named: pd.DataFrame | None = None
+    figure: Figure,
+    axes: plt.Axes,
+    frame: pd.DataFrame,
+    title: str,
+    path: Path,
+    errors: str = "",
+    named: pd.DataFrame | None = None,
 ) -> None:
-    """Add the title, a legend beside the axes on an enlarged canvas, and labels of points; write the file."""
-    axes.set_ylabel(plain(frame["metric"].iloc[0]) + (" (%)" if score_scale(frame) == 100 else ""))
-    lines = [line for part in (title, short_names(frame)[1]) for line in textwrap.wrap(part, 90)]
+    """Add the title, what the scores are with `errors`, a legend beside the axes on an enlarged canvas, and labels of
+    points; write the file."""
+    axes.set_ylabel(plain(frame["metric"].iloc[0]) + (" (%)" if score_scale(frame) == 100 else "") + errors)
+    low, high = min(0, frame["shown"].min()), (frame["shown"] + frame["error"].fillna(0)).max()
+    high = max(high, 0) if low < 0 else high or 1  # scores of 0 alone need a scale, too
+    space = 0.04 * (high - low)
+    axes.set_ylim(low - space, high + space)
+    lines = [line for part in (title, short_names(frame)[1]) for line in textwrap.wrap(part, 70)]
     axes.set_title(plain("\n".join(lines)), fontsize=10, loc="left")
     axes.grid(alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
@@ -143,7 +157,7 @@ def _finish(
 
 
 def _name_points(axes: plt.Axes, frame: pd.DataFrame, every: pd.DataFrame) -> None:
-    """Label points with their cells' names, moving a label down or up where it would overlap something.
+    """Label points with their cells' names inside the axes, moving a label down or up where it would overlap something.
 
     Args:
         every: all cells whose points are drawn.
@@ -153,16 +167,20 @@ def _name_points(axes: plt.Axes, frame: pd.DataFrame, every: pd.DataFrame) -> No
         x, y = axes.transData.transform((row.answers_per_s, row.shown)) * 72 / axes.figure.dpi
         return float(x), float(y)
 
-    size, gap, bottom = 7, 7, axes.bbox.y0 * 72 / axes.figure.dpi
+    size, gap = 7, 7
+    edge, bottom, top = (pixels * 72 / axes.figure.dpi for pixels in (axes.bbox.x1, axes.bbox.y0, axes.bbox.y1))
     taken = [(x - 4, x + 4, y) for x, y in map(place, every.itertuples())]
     for row in frame.sort_values("shown", ascending=False).itertuples():
         name = row.method if row.method == "full" else f"{row.method} {row.kept:.3g}"
         x, y = place(row)
-        left, right = x + gap, x + gap + 0.55 * size * len(name)
+        width = 0.55 * size * len(name)
+        is_right = x + gap + width < edge
+        left, right = (x + gap, x + gap + width) if is_right else (x - gap - width, x - gap)
 
         def is_free(up: int, y: float = y, left: float = left, right: float = right) -> bool:
             beside = [other for start, end, other in taken if start < right and left < end]
-            return y + up > bottom + size / 2 and all(abs(y + up - other) >= 1.1 * size for other in beside)
+            is_inside = bottom + size / 2 < y + up < top - size / 2
+            return is_inside and all(abs(y + up - other) >= 1.1 * size for other in beside)
 
         up = next(filter(is_free, sorted(range(-400, 400), key=lambda up: (abs(up), up > 0))), 0)
         taken.append((left, right, y + up))
@@ -170,7 +188,8 @@ def _name_points(axes: plt.Axes, frame: pd.DataFrame, every: pd.DataFrame) -> No
             plain(name),
             (row.answers_per_s, row.shown),
             textcoords="offset points",
-            xytext=(gap, up),
+            xytext=(gap if is_right else -gap, up),
+            ha="left" if is_right else "right",
             va="center",
             fontsize=size,
         )

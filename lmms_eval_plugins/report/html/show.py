@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from kvcompress import KVCompressError
 from kvcompress.files import check_output, replacing
+from kvcompress.pictures import read_image
 
 from ...cells.kept_tokens_file import shares, unpacked
 from ...cells.machine import check_environment, set_offline
@@ -30,6 +31,7 @@ from ...cells.run import load_model
 from ...evaluate import parse
 from ...model.lm import KVCompressLM
 from ..groups import Group, question_frame
+from ..plots import wrapped
 from ..table import sweep_frame
 from .data import data_url, page_group, with_loyalty
 from .page import write_page
@@ -37,6 +39,8 @@ from .page import write_page
 TASK, DOC_ID = "show", 0
 PANELS = 8  # layers in a picture, evenly spread in a deeper model
 DARKEST = 0.84
+ROW = 2.1  # inches
+LONGEST = 40  # characters of an answer beside its row
 
 
 def show(given: argparse.Namespace) -> None:
@@ -47,7 +51,7 @@ def show(given: argparse.Namespace) -> None:
     for name in ("method", "ratio"):
         if not getattr(given, name).strip(", "):
             raise KVCompressError(f"--{name} {getattr(given, name)!r} is an empty list")
-    image = read_image(given.image)
+    image = photo(given.image)
     check_output(given.out.parent, given.out.name)
     # The task is never run; this one needs no network.
     request = parse(["tiny_textvqa", given.model, f"full,{given.method}", given.ratio, *given.options])
@@ -65,11 +69,10 @@ def show(given: argparse.Namespace) -> None:
     print(f"written: {given.out}")
 
 
-def read_image(path: Path) -> Image.Image:
+def photo(path: Path) -> Image.Image:
     """Read an image file as RGB. Raises KVCompressError."""
     try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
+        return read_image(path)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise KVCompressError(f"{str(path)!r} is not an image that can be read: {error}") from None
 
@@ -143,8 +146,13 @@ def write_png(path: Path, question: str, answers: list[dict[str, Any]]) -> None:
     entry = answers[0]["entry"]
     shown = np.unique(np.linspace(0, len(entry["layers"]) - 1, min(PANELS, len(entry["layers"]))).round().astype(int))
     rows, columns = len(answers), len(shown) + 1
+    title = wrapped(question.splitlines()[0] if question else "", 1.9 * columns, 11)
     figure, axes = plt.subplots(
-        rows, columns, figsize=(1.9 * columns, 2.1 * rows + 0.5), squeeze=False, layout="constrained"
+        rows,
+        columns,
+        figsize=(1.9 * columns, ROW * rows + 0.5 + 0.17 * title.count("\n")),
+        squeeze=False,
+        layout="constrained",
     )
     for line, one in zip(axes, answers, strict=True):
         kept = unpacked(one["entry"]["vision"]).mean(1)  # (layers, tokens): the share of the heads
@@ -156,8 +164,9 @@ def write_png(path: Path, question: str, answers: list[dict[str, Any]]) -> None:
                 fontsize=8,
                 color="#5b6570",
             )
-        line[0].set_ylabel(f"{one['name']}\n{one['answer'][:40]!r}", fontsize=9)
-    figure.suptitle(question.splitlines()[0] if question else "", fontsize=11)
+        answer = one["answer"] if len(one["answer"]) <= LONGEST else one["answer"][: LONGEST - 1] + "…"
+        line[0].set_ylabel("\n".join(wrapped(text, ROW - 0.3, 9) for text in (one["name"], repr(answer))), fontsize=9)
+    figure.suptitle(title, fontsize=11)
     with replacing(path) as draft:
         figure.savefig(draft, dpi=150, format="png")
     plt.close(figure)

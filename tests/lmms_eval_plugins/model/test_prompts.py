@@ -11,7 +11,7 @@ import pytest
 import torch
 from lmms_eval.models.model_utils.load_video import read_video as lmms_eval_read_video
 from lmms_eval.protocol import ChatMessages
-from PIL import ExifTags, Image
+from PIL import Image
 from tokenizers.processors import TemplateProcessing
 
 from kvcompress import KVCompressError
@@ -20,7 +20,6 @@ from lmms_eval_plugins.model.prompts import (
     digest,
     in_order,
     parts_of,
-    read_image,
     read_messages,
     read_video,
 )
@@ -181,20 +180,6 @@ def test_text_only_has_no_media():
 @pytest.mark.parametrize("mode", ["RGBA", "L", "P", "CMYK"])
 def test_images_of_any_mode_become_rgb(mode):
     assert read({"text": "", "images": [image(0).convert(mode)]}).images[0].mode == "RGB"
-
-
-def test_an_image_of_16_bits_keeps_its_shades():
-    shades = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1024
-    shown = np.asarray(read_image(Image.fromarray(shades)))
-    assert (shown == (shades // 256)[..., None]).all()
-
-
-def test_an_image_file_is_turned_as_its_camera_was(tmp_path):
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6
-    image(3).resize((8, 4)).save(tmp_path / "a.png", exif=exif)
-    upright = image(3).resize((8, 4)).transpose(Image.Transpose.ROTATE_270)
-    assert read_image(tmp_path / "a.png").tobytes() == upright.tobytes()
 
 
 def test_an_image_may_be_a_file(tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from transformers import GenerationConfig
 
 from kvcompress import KVCompressError
@@ -42,6 +43,8 @@ WRAPPERS = {
 }
 FEW = ("llava-onevision", "qwen2.5-vl")  # families of an ordinary run
 NEW_TOKENS = 4
+SEEN_THROUGH = image(9)
+SEEN_THROUGH.putalpha(Image.linear_gradient("L").resize(SEEN_THROUGH.size))
 DOCS = [
     {"text": "what word is on the red sign?", "images": [image(0, 112, 112)]},
     {"text": "what is on the blue one?", "images": [image(3, 100, 61)]},
@@ -49,6 +52,7 @@ DOCS = [
     {"text": "and on the small one?", "images": [image(5, 20, 17)]},
     {"text": "which of the two?", "images": [image(1), image(2, 64, 64)]},
     {"text": "which of the three?", "images": [image(6, 130, 60), image(7, 60, 130), image(8, 90, 90)]},
+    {"text": "what is on the transparent one?", "images": [SEEN_THROUGH]},
     {"text": "hello"},
 ]
 

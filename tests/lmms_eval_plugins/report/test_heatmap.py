@@ -185,3 +185,25 @@ def test_no_title_overlaps_another_and_nothing_leaves_the_canvas(tmp_path, monke
         assert not any(box.overlaps(other) for other in titles[place + 1 :] + boxes)
     for box in titles + boxes:
         assert min(box.x0, box.y0, figure.bbox.x1 - box.x1, figure.bbox.y1 - box.y1) > -1  # pixel
+
+
+@pytest.mark.usefixtures("figures_not_rendered")
+def test_values_that_are_text_are_legible_beside_the_axes(tmp_path, monkeypatch):
+    kinds = ["counting the objects in a scene", "$5 or \\frac", "two\nlines", "the same as the first " + 40 * "x"]
+    rows = [
+        {"series": name, "size": "0.5", "kept": 0.5, "kind": kind, "other": other, "score": 0.5}
+        for name in ("snapkv", "random") for kind in kinds for other in kinds
+    ]  # fmt: skip
+    figures = []
+    monkeypatch.setattr(heatmap.plt, "close", figures.append)
+    heatmap.draw(pd.DataFrame(rows), "kind", "other", "task, model", "acc", tmp_path / "heat.png")
+    (figure,) = figures
+    for panel in figure.axes[:2]:
+        assert min(panel.bbox.width, panel.bbox.height) > 100  # pixels
+        for axis in (panel.xaxis, panel.yaxis):
+            boxes = [label.get_window_extent() for label in axis.get_ticklabels()]
+            assert len(boxes) == len(kinds)
+            for place, box in enumerate(boxes):
+                assert not any(box.overlaps(other) for other in boxes[place + 1 :])
+                assert box.x0 > 0
+                assert box.y0 > 0

@@ -337,6 +337,22 @@ def test_the_page_reads_bits_as_python_packs_them(browser, report):
     page.close()
 
 
+def test_every_axis_has_round_numbers_on_it(browser, report):
+    page = browser.new_page()
+    page.goto(f"file://{report / 'report.html'}")
+    shown = "([low, high, log, of]) => ticks(low, high, log, of === bytes).map(of)"
+
+    def marks(low, high, log, of):
+        return page.evaluate(f"([low, high, log]) => ({shown})([low, high, log, {of}])", [low, high, log])
+
+    assert marks(0.04, 1.1, True, "percent") == ["5 %", "10 %", "20 %", "50 %", "100 %"]
+    assert marks(0.26, 0.46, True, "percent") == ["30 %", "35 %", "40 %", "45 %"]  # between 20 % and 50 %
+    assert marks(70_000, 1_500_000, True, "bytes") == ["128.0 KiB", "256.0 KiB", "512.0 KiB", "1.0 MiB"]
+    assert marks(1_150_000, 1_600_000, True, "bytes") == ["1.1 MiB", "1.2 MiB", "1.3 MiB", "1.4 MiB", "1.5 MiB"]
+    assert marks(0.036, 0.107, False, "milliseconds") == ["40.0 ms", "60.0 ms", "80.0 ms", "100.0 ms"]
+    page.close()
+
+
 def column(page, place):
     return page.locator(f"#cells-table tbody tr td:nth-child({place})").all_inner_texts()
 
@@ -495,6 +511,23 @@ def test_a_picture_is_titled_with_the_questions_first_line(tmp_path, monkeypatch
     (figure,) = figures
     close(figure)
     assert figure.get_suptitle() == question.partition("\n")[0]
+
+
+@pytest.mark.usefixtures("figures_not_rendered")
+def test_no_text_of_a_picture_is_cut_or_taken_for_a_formula(tmp_path, monkeypatch):
+    figures, close = [], plt.close
+    monkeypatch.setattr(plt, "close", figures.append)
+    name = "entropy-gated-chunkkv head_budget=adaptive layer_budget=pyramid 0.2"
+    rows = [{"entry": entry(0, 0.5), "name": name, "answer": "white, or $\\frac " + 30 * "white "}] * 3
+    show.write_png(tmp_path / "a.png", "Is it $5, or $\\frac, " + 40 * "or more " + "?", rows)
+    (figure,) = figures
+    close(figure)
+    labels = [axis.yaxis.label for axis in figure.axes if axis.get_ylabel()]
+    assert len(labels) == 3
+    boxes = [text.get_window_extent() for text in (figure._suptitle, *labels)]
+    for place, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[place + 1 :])
+        assert min(box.x0, box.y0, figure.bbox.x1 - box.x1, figure.bbox.y1 - box.y1) > -1  # pixel
 
 
 def test_each_cell_comes_with_its_methods_colour_a_marker_of_its_own_and_what_it_kept(root):

@@ -157,6 +157,27 @@ def test_a_legend_of_any_length_is_on_the_canvas_and_covers_no_point(tmp_path, m
 
 
 @pytest.mark.usefixtures("figures_not_rendered")
+@pytest.mark.parametrize("score", [0.0, 0.9])
+def test_points_errors_and_names_are_inside_the_axes_and_the_title_is_no_wider(tmp_path, monkeypatch, score):
+    scores = {"exact_match,none": score, "exact_match_stderr,none": score / 20}
+    options = {name: 32 for name in ("chunk_size", "kernel_size", "max_new_tokens", "recent_tokens", "window_size")}
+    write_cell(tmp_path, "full", 1.0, answers_per_s=10.0, scores=scores)
+    for place in range(5):
+        name = f"a-method-of-a-long-name-{place}"
+        folder = write_cell(tmp_path, name, 0.2, answers_per_s=90.0, scores=scores, options=options)
+    for figure in drawn(folder, monkeypatch):
+        (axes,) = figure.axes
+        assert axes.get_ylim()[0] < 0 <= 105 * score < axes.get_ylim()[1]
+        assert all(axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 for box in boxes([axes._left_title, *axes.texts]))
+        assert all(axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1 for box in boxes(axes.texts))
+    assert "± standard error" in drawn(folder, monkeypatch)[0].axes[0].get_ylabel()
+
+
+def boxes(texts):
+    return [text.get_window_extent() for text in texts]
+
+
+@pytest.mark.usefixtures("figures_not_rendered")
 def test_above_twelve_series_only_those_on_the_front_are_coloured_and_the_rest_is_one_entry(tmp_path, monkeypatch):
     write_cell(tmp_path, "full", 1.0, answers_per_s=10.0, scores={"exact_match,none": 0.9})
     write_cell(tmp_path, "hindsight", 0.2, answers_per_s=2.0, scores={"exact_match,none": 0.9})

@@ -155,16 +155,19 @@ function meter(share) {
 
 // -- plots
 
-function ticks(low, high, log) {
+// Round numbers from `low` to `high`, at least two where `low` < `high`; `ofBytes`: round in KiB, MiB or GiB.
+function ticks(low, high, log, ofBytes = false) {
   if (log) {
-    const found = [];
-    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
-      for (const digit of [1, 2, 5]) found.push(digit * 10 ** power);
-    return found.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+    const [base, digits] = ofBytes ? [2, [1]] : [10, [1, 2, 5]], found = [];
+    for (let power = Math.floor(Math.log(low) / Math.log(base)); base ** power <= high * 1.001; power++)
+      for (const digit of digits) found.push(digit * base ** power);
+    const inside = found.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+    if (inside.length > 1) return inside;
   }
-  const rough = (high - low) / 5 || 1;
+  const unit = ofBytes ? 1024 ** Math.floor(Math.log(high) / Math.log(1024)) : 1;
+  const rough = (high - low) / unit / 5 || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((digit) => digit * power).find((size) => size >= rough);
+  const step = [1, 2, 5, 10].map((digit) => digit * power).find((size) => size >= rough) * unit;
   const found = [];
   for (let tick = Math.ceil(low / step) * step; tick <= high + step * 1e-6; tick += step) found.push(tick);
   return found;
@@ -188,7 +191,7 @@ function drawPlot(where, x, log, text, name, moreIsBetter) {
   const along = (value) => left + (width - left - right) * (log ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low));
   const up = (score) => height - bottom - (height - bottom - top) * (score / most);
   const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${group.metric} against ${name}` });
-  const allTicks = ticks(low, high, log);
+  const allTicks = ticks(low, high, log, text === bytes);
   const shownTicks = allTicks.length * 52 > width ? allTicks.filter((_, place) => place % 2 === 0) : allTicks;
   for (const tick of shownTicks) {
     drawing.append(svg("line", { class: "grid", x1: along(tick), x2: along(tick), y1: top, y2: height - bottom }));

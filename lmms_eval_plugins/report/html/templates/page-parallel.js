@@ -27,7 +27,7 @@ function placed(axis, cells) {
   const bend = axis.log ? Math.log : (value) => value;
   const [least, most] = [Math.min(...values), Math.max(...values)], [low, high] = [bend(least), bend(most)];
   const place = (value) => (value === null ? MISSING : high > low ? (bend(value) - low) / (high - low) : 0.5);
-  const marks = values.length <= 6 ? values.sort((a, b) => b - a) : [most, least, ...ticks(least, most, axis.log)];
+  const marks = values.length <= 6 ? values.sort((a, b) => b - a) : [most, least, ...ticks(least, most, axis.log, axis.text === bytes)];
   const apart = []; // names that would overlap are left out
   for (const mark of marks) if (apart.every((other) => Math.abs(place(mark) - place(other)) > 0.05)) apart.push(mark);
   return { ...axis, place, marks: apart };
@@ -63,12 +63,13 @@ function drawParallel() {
 }
 
 function drawAxis(drawing, { name, text, marks, place }, x, up, isFirst, isLast) {
+  const drop = isFirst || isLast ? 4 : -4; // between two axes, a mark is above the lines that leave its place
   drawing.append(svg("line", { x1: x, x2: x, y1: up(0), y2: up(1), stroke: ink("--faint") }));
   drawing.append(svg("text", { x: isLast ? x + 50 : x, y: up(1) - 16, "text-anchor": isFirst || isLast ? "end" : "middle", "font-weight": 600 }, name));
   for (const mark of marks) {
     const y = up(place(mark));
     drawing.append(svg("line", { x1: x - 3, x2: x + 3, y1: y, y2: y, stroke: ink("--faint") }));
-    drawing.append(svg("text", { class: "mark", x: x + (isFirst ? -8 : 7), y: y + 4, "text-anchor": isFirst ? "end" : "start" }, text(mark)));
+    drawing.append(svg("text", { class: "mark", x: x + (isFirst ? -8 : 7), y: y + drop, "text-anchor": isFirst ? "end" : "start" }, text(mark)));
   }
   const part = parts.get(name);
   if (part) drawing.append(svg("rect", { class: "part", x: x - 6, width: 12, y: up(part[1]), height: up(part[0]) - up(part[1]), fill: ink("--accent"), opacity: 0.3 }));

@@ -1,0 +1,27 @@
+"""Read pictures as transformers' processors and `datasets` do."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from .errors import KVCompressError
+
+
+def read_image(source: Any) -> Image.Image:
+    """Return an image or image file as RGB, on white where it is transparent; a file as its camera was held.
+
+    Raises KVCompressError for anything else; Pillow's errors about a damaged file propagate."""
+    if isinstance(source, (str, Path, io.IOBase)):
+        with Image.open(source) as image:
+            return read_image(ImageOps.exif_transpose(image))
+    if not isinstance(source, Image.Image):
+        raise KVCompressError(f"an image must be a PIL image or a file name, got {type(source).__name__}")
+    if source.mode.startswith("I;16"):  # Pillow would clip 16 bits to the lowest 8: all but the darkest turn white
+        source = Image.fromarray((np.asarray(source) >> 8).astype(np.uint8))
+    if source.has_transparency_data:  # what lies under it is arbitrary, and often black as the text
+        white = Image.new("RGBA", source.size, "white")
+        source = Image.alpha_composite(white, source.convert("RGBA"))
+    return source.convert("RGB")
