@@ -63,24 +63,6 @@ def test_sinks_move_up_to_the_recent_tokens_by_what_was_evicted_between_them(fam
                 assert torch.equal(cache[gap:], true[gap:]), "what is behind the gap is not touched"
 
 
-def test_while_decoding_the_sinks_stay_right_before_the_window():
-    """Keys are moved again at each eviction, and end where one long move would have brought them."""
-    model = FAMILIES["llama"].build()
-    inputs = FAMILIES["llama"].inputs(model, [40])
-    kept, options = {}, {"decode_budget": 12, "decode_interval": 1}
-    for place in ("true", "cache"):
-        with kvcompress.compress(model, "streamingllm", budget=20, positions=place, **options) as session:
-            tokens, _ = generate(model, inputs, 9, forced=kept.get("tokens"))
-        kept["tokens"], kept[place] = tokens, held(session)
-    at = session.cache.kept_indices(0)[0][0]
-    by = int(at[4] - at[3] - 1)
-    angle = (by * model.model.rotary_emb.inv_freq).repeat(2)
-    true, cache = kept["true"][0][0][0], kept["cache"][0][0][0]  # the first layer's keys are the tokens' own
-    turned = torch.cat([-true[:4, true.shape[1] // 2 :], true[:4, : true.shape[1] // 2]], 1)
-    torch.testing.assert_close(cache[:4], true[:4] * angle.cos() + turned * angle.sin(), atol=1e-5, rtol=1e-4)
-    assert torch.equal(cache[4:], true[4:])
-
-
 @pytest.mark.parametrize("options", [{}, {"head_budget": "adaptive"}], ids=["even", "adaptive"])
 def test_whatever_is_evicted_while_decoding_the_others_close_ranks(options):
     """Entries are evicted from the middle: in the first layer each key is its token's, moved by the number of missing

@@ -396,21 +396,6 @@ def test_beam_search_compresses_as_greedy_search_does(method):
     assert kept_columns(session.cache)[-1][::2] == greedy
 
 
-@pytest.mark.parametrize("family", ["qwen2-vl", "qwen3-vl"])
-def test_frames_are_known_also_where_generate_encodes_the_video_before_the_model_runs(family):
-    model, inputs, _ = video_batch(family, [7, 5])
-    kept = []
-    with kvcompress.compress(model, "infinipot-v", 0.3) as session:
-        model(**inputs)
-        kept.append(session.cache.kept_indices(1))
-        generate(model, inputs, 1)
-        kept.append(session.cache.kept_indices(1))
-        model.generate(**inputs, num_beams=2, do_sample=False, max_new_tokens=1)
-        kept.append(session.cache.kept_indices(1)[::2])
-    kept = [[[head.tolist() for head in row] for row in rows] for rows in kept]
-    assert kept[0] == kept[1] == kept[2]
-
-
 @pytest.mark.parametrize(
     ("method", "options"),
     [
