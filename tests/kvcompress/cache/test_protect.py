@@ -83,7 +83,6 @@ def test_with_the_prompt_protected_only_the_answer_is_evicted(decode):
         ({"ratio": 0.2, "protect": "first:11"}, "needs 11 entries in row 0, but the budget keeps 10"),
         ({"ratio": 0.5, "protect": "prompt", "decode_budget": 25}, "needs 26 entries in row 0, but 25 stay"),
         ({"ratio": 0.5, "protect": "last:9", "decode_budget": 9}, "needs 10 entries in row 0, but 9 stay"),
-        ({"ratio": 0.5, "protect": "prompt", "prefill_chunk": 9}, "protect='prompt' does not go with prefill_chunk="),
     ],
 )
 def test_a_budget_without_room_is_refused(options, said):

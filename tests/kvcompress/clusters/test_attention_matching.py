@@ -174,23 +174,3 @@ def test_requests_in_flight_and_known_prefixes_are_as_alone():
             _, logits = generate(model, requests[0], NEW)
         torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
     assert prefixes.reused_tokens
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"positions": "cache"},
-        {"merge": "average"},
-        {"cache_implementation": "quantized"},
-        {"cache_implementation": "think"},
-        {"decode_budget": 20},
-        {"prefill_chunk": 8},
-        {"layer_budget": "global"},
-        {"scorer": "snapkv"},
-    ],
-    ids=str,
-)
-def test_what_cannot_carry_a_bias_is_one_line(options):
-    with pytest.raises(kvcompress.KVCompressError, match="does not go with") as error:
-        kvcompress.compress(QWEN2.build(), METHOD, 0.3, **options)
-    assert "\n" not in str(error.value)

@@ -224,27 +224,6 @@ def test_at_ratio_one_chunks_give_the_logits_of_the_unhooked_model(family, metho
     assert torch.equal(ours, tokens)
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "named"),
-    [
-        ("snapkv", {"cache_implementation": "static", "max_new_tokens": 4}, "cache_implementation='static'"),
-        ("snapkv", {"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
-        ("snapkv", {"scope": "context"}, "scope='context'"),
-        ("snapkv", {"ratio_of": "vision"}, "ratio_of='vision'"),
-        ("snapkv", {"layer_budget": "sparsity"}, "layer_budget='sparsity'"),
-        ("kvzip", {}, "method 'kvzip'"),
-        ("sagekv", {}, "method 'sagekv'"),
-        ("vl-cache", {"layer_budget": "uniform"}, "method 'vl-cache'"),
-        ("fastv", {}, "method 'fastv' has no option"),
-        ("snapkv", {"prefill_chunk": 0}, "prefill_chunk"),
-    ],
-)
-def test_what_does_not_go_with_chunks_is_said_at_once(method, options, named):
-    with pytest.raises(KVCompressError, match=named) as error:
-        kvcompress.compress(FAMILIES["qwen2"].build(), method, 0.5, **{"prefill_chunk": 8, **options})
-    assert "prefill_chunk" in str(error.value)
-
-
 def test_an_input_that_nobody_can_cut_is_named():
     model = FAMILIES["qwen2"].build()
     inputs = FAMILIES["qwen2"].inputs(model, [20])

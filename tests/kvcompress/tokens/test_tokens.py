@@ -308,24 +308,6 @@ def test_text_stays_whether_a_choice_names_it_or_not(registry):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"method": "fastv"}, "'fastv' needs ratio="),
-        ({"method": "fastv", "ratio": 1.5}, "ratio=1.5 is not in"),
-        ({"method": "fastv", "ratio": 0.5, "layer": 0}, "'fastv': option 'layer' is 0"),
-        ({"method": "fastv", "ratio": 0.5, "scorer": "snapkv"}, "'fastv' has no option 'scorer'"),
-        ({"method": "fastv", "ratio": 0.5, "decode_ratio": 0.5}, "'fastv' has no option 'decode_ratio'"),
-        ({"method": "fastv", "ratio": 0.5, "ratio_of": "prompt"}, "'fastv' drops vision tokens only"),
-        ({"method": "snapkv", "ratio": 0.5, "scorer": "fastv"}, "'fastv' cannot be a scorer"),
-    ],
-)
-def test_bad_input_is_one_clear_line_before_anything_runs(arguments, message):
-    with pytest.raises(kvcompress.KVCompressError, match=message) as error:
-        kvcompress.compress(FAMILIES["qwen2-vl"].build(), **arguments)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("method", "option"), [("fastv", "layer"), ("dart", "layer"), ("dycoke", "layer"), ("holitom", "inner_layer")]
 )
 def test_a_layer_that_the_model_lacks_is_one_clear_line(method, option):
