@@ -1,6 +1,7 @@
 """The promises that hold for every method on every family, over drawn shapes."""
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import DynamicCache, StaticCache
 import kvcompress
 from kvcompress.check.promises import LargestTensor
 from kvcompress.check.reference import generate, only_attending_to
+from kvcompress.layer_budgets import layer_budget, list_layer_budgets
 from kvcompress.scoring.merging import MERGES
 from kvcompress.scoring.rotary import Rotary
 from tests import fuzz
@@ -31,7 +33,7 @@ property_test = examples(4)
 @property_test
 @given(data=st.data())
 def test_ratio_one_gives_the_logits_of_the_unhooked_model_bit_for_bit(family, data):
-    case = data.draw(cases(family, data.draw(st.sampled_from([*METHODS, "full"]))))
+    case = data.draw(cases(family, data.draw(st.sampled_from([*METHODS, "full", "attention-matching"]))))
     tokens, expected = generate(case.model, case.inputs, NEW)
     with case.compress(ratio=1.0):
         ours, logits = generate(case.model, case.inputs, NEW)
@@ -240,9 +242,22 @@ def test_a_row_whose_states_are_not_finite_gets_nan_logits_and_changes_no_other_
         if one != "effivlm"  # whose window is a part of the budget, and this of the prompt
     ],
 )
-def test_scoring_memory_is_linear_in_the_prompt(method, variant):
+@pytest.mark.parametrize("has_image", [False, True])
+def test_scoring_memory_is_linear_in_the_prompt(method, variant, has_image):
+    """Of a prompt with an image, that is half of it, and a quarter the question."""
     given = calibration_of(method, FAMILIES["qwen2"].build(2))  # two layers of the same heads
     given |= {} if variant is None else {"variant": variant}
+    cluster = kvcompress.make_cluster(method, **given)
+    assert_linear(lambda states, norms, view: cluster.update_kv(*states, view), 1200 if has_image else 800, has_image)
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in list_layer_budgets().items() if rule.is_measured])
+def test_measuring_a_layer_takes_memory_that_is_linear_in_the_prompt(rule):
+    assert_linear(lambda states, norms, view: layer_budget(rule).measure(*states, norms, view), 1200, has_image=True)
+
+
+def assert_linear(run: Callable, shorter: int, has_image: bool) -> None:
+    """Raise AssertionError if twice the prompt makes the largest tensor of `run(states, scores, view)` grow by more."""
 
     def largest(length: int) -> int:
         generator = torch.Generator().manual_seed(0)
@@ -250,12 +265,15 @@ def test_scoring_memory_is_linear_in_the_prompt(method, variant):
         module = SimpleNamespace(o_proj=torch.nn.Linear(64, 64))
         angles = torch.ones(1, length, 16)
         rotary = Rotary(angles, angles, torch.arange(length)[None], torch.ones(8))
-        prompt = kvcompress.Prompt(0, 2, [length], [length // 5], 0.25, row_seeds=(1,), module=module, rotary=rotary)
+        columns = torch.arange(length)[None]
+        images = {"vision": (columns >= length // 4) & (columns < 3 * length // 4), "frame_tokens": (10,)}
+        made = {"row_seeds": (1,), "module": module, "rotary": rotary, **(images if has_image else {})}
+        view = kvcompress.Prompt(0, 2, [length], [length // 5], 0.25, **made)
         with LargestTensor() as mode:
-            kvcompress.make_cluster(method, **given).update_kv(queries, keys, values, prompt)
+            run((queries, keys, values), keys[..., 0], view)
         return mode.numel
 
-    assert largest(1600) <= 2.1 * largest(800)
+    assert largest(2 * shorter) <= 2.1 * largest(shorter)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
