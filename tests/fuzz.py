@@ -117,6 +117,14 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     return config
 
 
+def of_rows(
+    family: str, lengths: list[int], method: str, images: list[int] | None = None, seed: int = 0, **options: Any
+) -> dict[str, Any]:
+    """A configuration that is not drawn: rows of these lengths, answered with these options of `compress`."""
+    of_family = {"family": family, "heads": (4, 2), "lengths": lengths, "images": images, "seed": seed}
+    return {**of_family, "method": method, "options": {"first_token": "full", **options}}
+
+
 def scored_by(config: dict[str, Any]) -> str:
     return config["options"].get("scorer", config["method"])
 

@@ -52,32 +52,23 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize(("family", "kind", "method"), every_third(SOME))
+def unless(few: list[tuple], cases: list[tuple]) -> list:
+    """For `parametrize`: all cases; those that are not among the few are slow."""
+    return [pytest.param(*case, marks=() if case in few else pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize(("family", "kind", "method"), unless(SOME[::3], EVERY))
 def test_identity_budget_bytes_and_masked_reference(family, kind, method):
     check(ALL_FAMILIES[family], kind, method)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "kind", "method"), EVERY)
-def test_identity_budget_bytes_and_masked_reference_everywhere(family, kind, method):
-    check(ALL_FAMILIES[family], kind, method)
-
-
 OTHERS = [(name, method) for name in ALL_FAMILIES for method in OTHER_METHODS]
-
-
 # Each method on one family, each family with one method or more.
 FEW = [(list(ALL_FAMILIES)[row % len(ALL_FAMILIES)], method) for row, method in enumerate(OTHER_METHODS)]
 
 
-@pytest.mark.parametrize(("family", "method"), FEW)
+@pytest.mark.parametrize(("family", "method"), unless(FEW, OTHERS))
 def test_every_other_method_is_lossless_at_one_and_keeps_its_budget(family, method):
-    check_other(ALL_FAMILIES[family], method)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "method"), OTHERS)
-def test_every_other_method_is_lossless_at_one_and_keeps_its_budget_everywhere(family, method):
     check_other(ALL_FAMILIES[family], method)
 
 
@@ -90,16 +81,12 @@ def test_what_needs_full_attention_works_or_is_refused_in_one_line(family, extra
 
 
 # The last kind is the one with most in it: video, else images.
-@pytest.mark.parametrize("family", every_third(ALL_FAMILIES))
-def test_prompts_in_chunks_are_those_in_one_piece_and_keep_their_budget_or_are_refused(family):
-    check_chunks(ALL_FAMILIES[family], chunked_kinds_of(ALL_FAMILIES[family])[-1])
+FULLEST = [(name, chunked_kinds_of(ALL_FAMILIES[name])[-1]) for name in list(ALL_FAMILIES)[::3]]
+CHUNKED = [(name, kind) for name, family in ALL_FAMILIES.items() for kind in chunked_kinds_of(family)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "kind"), [(name, kind) for name, family in ALL_FAMILIES.items() for kind in chunked_kinds_of(family)]
-)
-def test_prompts_in_chunks_are_those_in_one_piece_everywhere(family, kind):
+@pytest.mark.parametrize(("family", "kind"), unless(FULLEST, CHUNKED))
+def test_prompts_in_chunks_are_those_in_one_piece_and_keep_their_budget_or_are_refused(family, kind):
     check_chunks(ALL_FAMILIES[family], kind)
 
 

@@ -39,6 +39,15 @@ def checkout(tmp_path: Path) -> Path:
     return checkout
 
 
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """What the interpreter and uv on `search` were asked to do."""
+    log = tmp_path / "log"
+    fake_python(tmp_path / "bin" / "python3", log)
+    fake_uv(tmp_path / "bin" / "uv", log)
+    return log
+
+
 def fake(path: Path, text: str, log: Path, **exits: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text.format(log=log, **exits))
@@ -61,10 +70,7 @@ def source(checkout: Path, *search: Path, extras: str = "eval", **environment: s
     )
 
 
-def test_makes_a_virtual_environment_once_and_installs_again_only_after_a_change(checkout, tmp_path):
-    log = tmp_path / "log"
-    fake_python(tmp_path / "bin" / "python3", log)
-    fake_uv(tmp_path / "bin" / "uv", log)
+def test_makes_a_virtual_environment_once_and_installs_again_only_after_a_change(checkout, log, tmp_path):
     first = source(checkout, tmp_path / "bin")
     assert first.returncode == 0, first.stderr
     assert first.stdout == f"python is {checkout}/.venv/bin/python\n"
@@ -87,9 +93,8 @@ def test_makes_a_virtual_environment_once_and_installs_again_only_after_a_change
 
 
 @pytest.mark.parametrize(("command", "named"), [("bash scripts/own.sh", "scripts"), ("source scripts/own.sh", "none")])
+@pytest.mark.usefixtures("log")
 def test_messages_name_the_scripts_folder_only_where_a_script_was_called(command, named, checkout, tmp_path):
-    fake_python(tmp_path / "bin" / "python3", tmp_path / "log")
-    fake_uv(tmp_path / "bin" / "uv", tmp_path / "log")
     own = 'source scripts/setup_env.sh eval; echo "${KVCOMPRESS_SCRIPTS:-none}"'
     (checkout / "scripts" / "own.sh").write_text(own + "\n")
     environment = {"PATH": os.pathsep.join([str(tmp_path / "bin"), "/usr/bin", "/bin"])}
@@ -97,10 +102,7 @@ def test_messages_name_the_scripts_folder_only_where_a_script_was_called(command
     assert done.stdout == f"{named}\n"
 
 
-def test_another_script_adds_its_extra_and_says_so_in_one_line(checkout, tmp_path):
-    log = tmp_path / "log"
-    fake_python(tmp_path / "bin" / "python3", log)
-    fake_uv(tmp_path / "bin" / "uv", log)
+def test_another_script_adds_its_extra_and_says_so_in_one_line(checkout, log, tmp_path):
     source(checkout, tmp_path / "bin")
     added = source(checkout, tmp_path / "bin", extras="sweep")
     assert added.stderr.startswith(f"Installing kvcompress[sweep] into {checkout}/.venv")
@@ -127,10 +129,8 @@ def test_without_uv_pip_brings_it_and_where_uv_fails_pip_installs(checkout, tmp_
     assert "with pip, which takes longer" in result.stderr
 
 
+@pytest.mark.usefixtures("log")
 def test_no_word_of_the_installer_reaches_the_screen_but_where_it_fails(checkout, tmp_path):
-    log = tmp_path / "log"
-    fake_python(tmp_path / "bin" / "python3", log)
-    fake_uv(tmp_path / "bin" / "uv", log)
     assert "the installer's own" not in source(checkout, tmp_path / "bin").stderr
     assert "the installer's own warning" in (checkout / ".venv" / "kvcompress-install.log").read_text()
 

@@ -1,5 +1,7 @@
 """What a generation gives, and whether another gives the same."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -30,6 +32,16 @@ def answer(
             **inputs, max_new_tokens=new, do_sample=False, return_dict_in_generate=True, output_logits=True
         )
     return Answer(output.sequences, torch.stack(output.logits), session.cache)
+
+
+@contextmanager
+def attending_by(model: torch.nn.Module, implementation: str | dict[str, str]) -> Iterator[None]:
+    """Inside, a model that has `sdpa` attends by another of transformers' implementations."""
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation("sdpa")
 
 
 def assert_same(ours: Answer, expected: Answer, tolerance: float = 0.0) -> None:

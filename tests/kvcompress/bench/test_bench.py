@@ -112,10 +112,6 @@ def test_a_single_turn_makes_a_row_whose_scoring_is_a_percentage():
     assert dict(zip(report.HEADER, report.cells_of(row), strict=True))["scoring %"] == "25 (25-25)"
 
 
-def test_a_table_is_markdown():
-    assert timing.table(["a", "b"], [[1, 2]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
-
-
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 31, 32, 100])
 def test_largest_batch_is_found(limit):
     tried = []
@@ -488,11 +484,6 @@ def test_what_an_earlier_turn_left_does_not_count_against_a_batch(monkeypatch):
     monkeypatch.setattr(grid, "attempt", lambda *given: log.append("attempt"))
     assert not grid.decodes(Scripted("a", []), None)
     assert log == ["release", "attempt"]
-
-
-def test_an_unknown_command_names_the_known_ones(capsys):
-    assert main(["benhc"]) == 2
-    assert "there is no command 'benhc' (did you mean 'bench'?); valid: bench" in capsys.readouterr().err
 
 
 def test_shapes_are_models_or_paths():

@@ -25,21 +25,16 @@ def prompt(lengths: list[int], **compress) -> tuple[kvcompress.CompressedCache, 
     return session.cache, inputs
 
 
-def test_the_whole_prompt_is_freed_after_compression():
-    cache, _ = prompt([200], method="snapkv", ratio=0.1, max_new_tokens=0)
-    for layer in cache.layers:
-        assert layer.staged is None
-        assert layer.storage.keys.untyped_storage().nbytes() == 20 * 2 * 16 * 4
-
-
-@pytest.mark.parametrize("options", [{}, {"decode_budget": 20}], ids=["", "evicting"])
-def test_nothing_else_keeps_the_whole_prompt_alive(options):
-    cache, _ = prompt([197], method="snapkv", ratio=0.1, **options)
+@pytest.mark.parametrize(("options", "room"), [({}, 0), ({"decode_budget": 20}, 16)], ids=["", "evicting"])
+def test_nothing_keeps_the_whole_prompt_alive(options, room):
+    cache, _ = prompt([197], method="snapkv", ratio=0.1, max_new_tokens=0, **options)
     tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]
     assert not [t for t in tensors if t.shape == (1, 2, 197, 16)]
     # Nor does a view of the prompt's 4 query heads: its memory would be theirs.
     assert not [t for t in tensors if t.shape[-1:] == (16,) and t.untyped_storage().nbytes() == 4 * 197 * 16 * 4]
-    assert cache.layers[0].storage.length == 20
+    for layer in cache.layers:
+        assert layer.staged is None
+        assert layer.storage.keys.untyped_storage().nbytes() == (20 + room) * 2 * 16 * 4
 
 
 def test_a_prompt_outside_no_grad_keeps_no_graph_alive():
@@ -50,18 +45,6 @@ def test_a_prompt_outside_no_grad_keeps_no_graph_alive():
         model(input_ids=inputs["input_ids"][:, :1], past_key_values=session.cache)
     for layer in session.cache.layers:
         assert not any(tensor.requires_grad for tensor in layer.storage.tensors())
-
-
-@pytest.mark.parametrize("lengths", [[50, 50], [50, 40]], ids=["dense", "ragged"])
-def test_room_is_allocated_once_and_no_decoded_token_copies_the_layer(lengths):
-    cache, _ = prompt(lengths, method="snapkv", ratio=0.2, max_new_tokens=30)
-    layer = cache.layers[0]
-    before = layer.storage.keys.data_ptr()
-    for _ in range(30):
-        layer.update(torch.ones(2, 2, 1, 16), torch.ones(2, 2, 1, 16))
-    assert layer.storage.keys.data_ptr() == before
-    entries = 2 * sum(length // 5 + 30 for length in lengths)
-    assert layer.storage.keys.numel() == entries * 16
 
 
 @pytest.mark.parametrize("lengths", [[50, 50], [50, 40]], ids=["dense", "ragged"])
@@ -88,18 +71,6 @@ def test_seen_tokens_counts_tokens_not_entries():
     assert cache.get_mask_sizes(1, 0) == (10, 21)
 
 
-def test_rows_can_be_reordered_repeated_and_selected():
-    cache, _ = prompt([30, 20], method="random", ratio=0.3)
-    kept = cache.kept_indices(0)
-    cache.reorder_cache(torch.tensor([1, 0]))
-    assert [head.tolist() for head in cache.kept_indices(0)[0]] == [head.tolist() for head in kept[1]]
-    cache.batch_repeat_interleave(2)
-    assert cache.layers[0].storage.read()[0].shape[0] == 4
-    assert cache.realised_ratios()[0] == pytest.approx([0.3, 0.3, 0.3, 0.3])
-    cache.batch_select_indices(torch.tensor([3]))
-    assert [head.tolist() for head in cache.kept_indices(0)[0]] == [head.tolist() for head in kept[0]]
-
-
 def test_rows_take_the_positions_after_their_image_along():
     """A row's next position in a model with M-RoPE depends on its image."""
     family, tokens = FAMILIES["qwen2-vl"], torch.tensor([[9], [11]])
@@ -123,14 +94,6 @@ def test_pads_that_are_stored_follow_their_row(kind):
     assert columns == [[list(range(30))] * 2, [list(range(10, 30))] * 2]
     cache.reorder_cache(torch.tensor([1, 0]))
     assert [[head.tolist() for head in row] for row in cache.kept_indices(0)] == columns[::-1]
-
-
-def test_beam_search_equals_the_unhooked_model_at_ratio_one():
-    inputs = FAMILIES["qwen2"].inputs(MODEL, [20, 11])
-    arguments = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False}
-    expected = MODEL.generate(**inputs, **arguments)
-    with kvcompress.compress(MODEL, "snapkv", 1.0):
-        assert torch.equal(MODEL.generate(**inputs, **arguments), expected)
 
 
 def test_a_cache_that_keeps_everything_takes_a_second_prompt_with_the_first_pads():
@@ -222,7 +185,7 @@ def test_a_model_without_any_attention_is_an_error_in_generate():
     ],
 )
 def test_room_is_what_decoding_uses_up(method, options):
-    """In every storage: as long as it lasts, nothing more is allocated."""
+    """In every storage: as long as it lasts, nothing more is allocated and no decoded token copies the layer."""
     model = FAMILIES["qwen2"].build()
     inputs = FAMILIES["qwen2"].inputs(model, [40, 25])
     ratio = None if method == "full" else 0.5
@@ -231,13 +194,14 @@ def test_room_is_what_decoding_uses_up(method, options):
         model(**inputs, past_key_values=cache)
         per_token = cache.room_nbytes // 9
         assert per_token == sum(2 * 2 * layer.storage.read()[0].shape[1] * 16 * 4 for layer in cache.compressed_layers)
-        held = cache.nbytes
+        held, places = cache.nbytes, [tensor.data_ptr() for tensor in cache.layers[0].storage.tensors()]
         for step in range(1, 4):
             mask = torch.nn.functional.pad(inputs["attention_mask"], (0, step), value=1)
             token = torch.full((2, 1), 9)
             model(input_ids=token, attention_mask=mask, past_key_values=cache)
             assert cache.room_nbytes == (9 - step) * per_token
         assert cache.nbytes == held
+        assert [tensor.data_ptr() for tensor in cache.layers[0].storage.tensors()] == places
 
 
 def test_the_last_head_may_keep_nothing_and_have_no_room():

@@ -112,24 +112,8 @@ def test_a_row_evicts_the_same_alone_as_in_a_batch(family, data):
 
 def test_what_is_remembered_of_a_row_stays_with_its_entries_where_rows_keep_different_parts():
     """Contexts and budgets of three lengths, heads that differ: no slot is used by all."""
-    model = FAMILIES["qwen2"].build(3, 4, 2)
-    inputs = FAMILIES["qwen2"].inputs(model, [33, 69, 56])
-    options = {"head_budget": "adaptive", "scope": "context", "context_tokens": 27, "decode_budget": 33}
-
-    def run(inputs: dict, forced: torch.Tensor | None = None) -> tuple:
-        with kvcompress.compress(model, "h2o", 0.35, decode_interval=5, recent=0.0, **options) as session:
-            tokens, _ = generate(model, inputs, NEW, forced)
-        kept = [session.cache.kept_indices(layer) for layer in range(3)]
-        width = [
-            layer.memory.sums.shape[2] + layer.memory.decoded - layer.memory.stored for layer in session.cache.layers
-        ]
-        return tokens, kept, width
-
-    tokens, batch, width = run(inputs, new_tokens(inputs))
-    assert width == [0, 0, 0]
-    for row, length in enumerate([33, 69, 56]):
-        _, alone, _ = run(FAMILIES["qwen2"].solo(inputs, row), tokens[row : row + 1])
-        assert_kept_as_alone(batch, row, alone, pads=69 - length)
+    options = {"ratio": 0.35, "recent": 0.0, "head_budget": "adaptive", "scope": "context", "context_tokens": 27}
+    fuzz.check(fuzz.of_rows("qwen2", [33, 69, 56], "h2o", **options, decode_budget=33, decode_interval=5))
 
 
 @pytest.mark.parametrize("method", ["h2o", "snapkv", "d2o", "random", "cake", "kvzip"])
@@ -194,27 +178,8 @@ def test_what_is_remembered_of_a_context_and_its_question_comes_from_all_queries
 @pytest.mark.parametrize("method", some(METHODS, [*SOME_METHODS, *REMEMBERING]))
 def test_the_pads_of_a_second_prompt_have_no_vote(method):
     """A row whose second prompt is shorter evicts the same alone, where there are no pads."""
-    model = FAMILIES["qwen2"].build()
-    ids = torch.randperm(VOCAB_SIZE - FIRST_TEXT, generator=torch.Generator().manual_seed(0)) + FIRST_TEXT
-    first, second, answer = ids[:60].view(2, 30), ids[60:84].view(2, 12), ids[84:104].view(2, 10)
-    options = {"decode_budget": 14, "decode_interval": 4}
-
-    def held(rows: slice, pads: int) -> list:
-        mask = torch.ones(len(first[rows]), 42, dtype=torch.long)
-        mask[-1, 30 : 30 + pads] = 0
-        both = torch.cat([first[rows], second[rows]], 1)
-        if len(mask) == 1:
-            both, mask = both[:, mask[0].bool()], mask[:, mask[0].bool()]
-        cache = kvcompress.CompressedCache(model.config, method, 0.8, **options, **calibration_of(method, model))
-        with kvcompress.attach(model), torch.no_grad():
-            model(first[rows], past_key_values=cache)
-            generate(model, {"input_ids": both, "attention_mask": mask}, 10, answer[rows], past_key_values=cache)
-        return [cache.kept_indices(layer)[-1] for layer in range(3)]
-
-    together, alone = held(slice(0, 2), pads=9), held(slice(1, 2), pads=9)
-    for layer, solo_layer in zip(together, alone, strict=True):
-        for head, solo_head in zip(layer, solo_layer, strict=True):
-            assert [column - 9 * (column >= 30) for column in head.tolist()] == solo_head.tolist()
+    evicting = {"decode_budget": 14, "decode_interval": 2}
+    fuzz.check({**fuzz.of_rows("qwen2", [30, 30], method, ratio=0.8, **evicting), "more": [11, 2]})
 
 
 @pytest.mark.parametrize(("method", "interval"), some(paired(METHODS, [1, 5]), REMEMBERING))
@@ -318,14 +283,11 @@ def test_bytes_count_the_sums_that_are_remembered_for_evictions():
 )
 def test_a_row_that_is_kept_whole_goes_on_as_alone_beside_one_that_is_cut(method, lengths, options):
     """What later choices are told is the same whether there was anything to choose in the prompt."""
-    config = {"family": "llama", "heads": (4, 2), "lengths": lengths, "images": None, "seed": 3, "method": method}
-    fuzz.check({**config, "options": {**options, "decode_interval": 1, "first_token": "full"}})
+    fuzz.check(fuzz.of_rows("llama", lengths, method, seed=3, decode_interval=1, **options))
 
 
 @pytest.mark.parametrize("cut", [{"ratio": 0.571}, {"budget": 14}], ids=["that is cut", "that is kept whole"])
 def test_a_row_without_a_question_goes_on_as_alone_beside_one_that_has_one(cut):
     """A row no longer than `context_tokens` is nothing but context: alone it is a prompt like any other."""
     options = {"sinks": 0, "recent": 0.25, "scope": "context", "context_tokens": 14, "decode_ratio": 0.166}
-    options |= {"decode_interval": 1, "first_token": "full", **cut}
-    config = {"family": "llama", "heads": (4, 2), "lengths": [49, 11, 29], "images": None, "seed": 7585}
-    fuzz.check({**config, "method": "sagekv", "options": options})
+    fuzz.check(fuzz.of_rows("llama", [49, 11, 29], "sagekv", seed=7585, decode_interval=1, **options, **cut))

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 import kvcompress
 from kvcompress.check.reference import generate
 from kvcompress.errors import KVCompressError
-from kvcompress.policy.make import make_policy
 from kvcompress.policy.spans import Spans
 from kvcompress.scoring.selection import fair_scores, top_indices
 from tests import fuzz
@@ -100,26 +99,6 @@ def test_a_later_prompt_and_a_decode_step_have_no_spans():
         assert made == [12] * 3
         model(second, past_key_values=cache)
     assert made == [12] * 3
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"fair": "tokens:0-9+tokens:8-12"}, r"fair='tokens:0-9\+tokens:8-12' names tokens twice"),
-        ({"fair": "first:3+tokens:2-5"}, "names tokens twice"),
-        ({"fair": "last:3+last:2"}, "names tokens twice"),
-        ({"fair": "system"}, "fair='system' names no tokens: allowed are first:N, last:N or tokens:A-B, joined by +"),
-        ({"fair": ""}, "fair='' names no tokens"),
-        ({"fair": "first:3", "head_budget": "adaptive"}, "head_budget='adaptive' does not go with fair="),
-        ({"fair": "first:3", "prefill_chunk": 9}, "prefill_chunk=9 does not go with fair="),
-        ({"fair": "first:3", "method": "criticalkv"}, "method 'criticalkv' does not go with fair="),
-        ({"fair": "first:3", "method": "kvcrush"}, "method 'kvcrush' does not go with fair="),
-        ({"fair": "first:3", "method": "full", "ratio": None}, "method 'full' has no option 'fair'"),
-    ],
-)
-def test_what_does_not_go_together_is_an_error(options, said):
-    with pytest.raises(KVCompressError, match=said):
-        make_policy(**{"method": "snapkv", "ratio": 0.5, **options})
 
 
 @pytest.mark.parametrize(

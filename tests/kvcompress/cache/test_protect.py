@@ -25,17 +25,7 @@ SETTINGS = {
 
 def config(method: str, **options: object) -> dict:
     """A configuration of the fuzz: two rows with a picture each, alone, together and in flight."""
-    return {
-        "family": "qwen2-vl",
-        "heads": (4, 2),
-        "lengths": [47, 39],
-        "images": [1, 1],
-        "seed": 5,
-        "method": method,
-        "options": {"first_token": "full", **options},
-        "slots": 2,
-        "prefill_tokens": 25,
-    }
+    return {**fuzz.of_rows("qwen2-vl", [47, 39], method, [1, 1], seed=5, **options), "slots": 2, "prefill_tokens": 25}
 
 
 @pytest.mark.parametrize(("method", "setting"), some(paired(METHODS, list(SETTINGS)), SOME_METHODS))
@@ -93,7 +83,6 @@ def test_with_the_prompt_protected_only_the_answer_is_evicted(decode):
         ({"ratio": 0.2, "protect": "first:11"}, "needs 11 entries in row 0, but the budget keeps 10"),
         ({"ratio": 0.5, "protect": "prompt", "decode_budget": 25}, "needs 26 entries in row 0, but 25 stay"),
         ({"ratio": 0.5, "protect": "last:9", "decode_budget": 9}, "needs 10 entries in row 0, but 9 stay"),
-        ({"ratio": 0.5, "protect": "prompt", "prefill_chunk": 9}, "protect='prompt' does not go with prefill_chunk="),
     ],
 )
 def test_a_budget_without_room_is_refused(options, said):
@@ -122,21 +111,3 @@ def test_a_later_prompt_protects_its_own_end():
     for head in kept(session.cache).flatten(0, 1).tolist():
         assert len(head) == 18
         assert {0, 1, 2, 28, 29, 58, 59} <= set(head)
-
-
-def test_a_loaded_cache_protects_what_the_saved_one_did(tmp_path):
-    model = QWEN2.build()
-    inputs = QWEN2.inputs(model, [30])
-    options = {"protect": "prompt", "decode_budget": 20, "decode_interval": 1}
-    with kvcompress.compress(model, "random", 0.4, **options):
-        cache = model(**inputs, use_cache=True).past_key_values
-        cache.save(tmp_path / "cache")
-        caches = [cache, kvcompress.CompressedCache.load(tmp_path / "cache", model)]
-        for each in caches:
-            for token in range(15):
-                model(inputs["input_ids"][:, token : token + 1], past_key_values=each)
-    one, other = map(kept, caches)
-    assert torch.equal(one, other)
-    assert one.shape[2] == 20
-    assert (one[..., :12] < 30).all()
-    assert (one[..., 12:] >= 30).all()

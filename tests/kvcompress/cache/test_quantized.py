@@ -103,24 +103,6 @@ def test_decoded_tokens_wait_in_full_precision_until_there_are_kv_residual_of_th
     assert blocks == [1, 1, 2, 2, 2, 3, 3]
 
 
-def test_beams_and_reuse_on_quantized_entries():
-    inputs = FAMILIES["qwen2"].inputs(MODEL, [40, 25])
-    arguments = {"num_beams": 3, "max_new_tokens": 5, "do_sample": False}
-    with kvcompress.compress(MODEL, "snapkv", 0.5):
-        expected = MODEL.generate(**inputs, **arguments)
-    with kvcompress.compress(MODEL, "snapkv", 0.5, kv_residual=2, **EIGHT):
-        assert MODEL.generate(**inputs, **arguments).shape == expected.shape
-    with kvcompress.compress(MODEL, "snapkv", 0.5, kv_residual=2, **EIGHT) as session:
-        ids = torch.arange(10, 50)[None]
-        MODEL(ids)
-        answers = []
-        for _ in range(2):
-            with session.reuse() as cache:
-                question = torch.cat([ids, torch.arange(60, 66)[None]], 1)
-                answers.append(generate(MODEL, {"input_ids": question}, 6, past_key_values=cache)[1])
-    assert torch.equal(*answers)
-
-
 def filled(backend: str, bits: int, dtype: torch.dtype) -> QuantizedStorage:
     """Two rows of two KV heads that keep different numbers, a second prompt, a block of appended tokens, two more."""
     generator = torch.Generator().manual_seed(bits)

@@ -140,39 +140,3 @@ def test_rows_that_change_places_and_forks_take_their_entries_along(method, name
     assert before[0] != before[1]
     used = storage.visible()
     assert torch.equal(storage.read()[0][used], keys.flip(0)[used])
-
-
-STATIC, THINK, QUANTO, FP8, TURBOQUANT = (STORAGES[name] for name in ("static", "think", "quanto", "fp8", "turboquant"))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"cache_implementation": "static"}, "needs max_new_tokens"),
-        (STATIC | {"decode_budget": 9}, "does not go with decode_budget="),
-        (STATIC | {"key_recent": 3}, "key_recent= needs cache_implementation='think'"),
-        (FP8 | {"kv_bits": 4}, "kv_bits=4 is not offered by kv_backend='fp8': 8"),
-        (FP8 | {"kv_group_size": 32}, "kv_group_size= is not for kv_backend='fp8'"),
-        (FP8 | {"kv_residual": 32}, "kv_residual= is not for kv_backend='fp8'"),
-        (FP8 | {"cache_implementation": "dynamic"}, "kv_backend= needs cache_implementation='quantized'"),
-        (FP8 | {"decode_budget": 9}, "does not go with decode_budget="),
-        (TURBOQUANT | {"kv_bits": 8}, "kv_bits=8 is not offered by kv_backend='turboquant': 2, 3, 4"),
-        (TURBOQUANT | {"kv_group_size": 32}, "kv_group_size= is not for kv_backend='turboquant'"),
-        (TURBOQUANT | {"kv_residual": 32}, "kv_residual= is not for kv_backend='turboquant'"),
-        (QUANTO | {"kv_bits": 3}, "kv_bits=3 is not offered by kv_backend='quanto': 2, 4"),
-        ({"kv_bits": 2}, "kv_bits= needs cache_implementation='quantized'"),
-        (THINK | {"kv_bits": 2}, "kv_bits= needs cache_implementation='quantized'"),
-        (THINK | {"key_channels": 0}, "key_channels"),
-        (THINK | {"key_channels": 1.5}, "key_channels"),
-        (THINK | {"key_recent": -1}, "key_recent"),
-        (THINK | {"decode_budget": 9}, "cache_implementation='think' does not go with decode_budget="),
-        (THINK | {"prefill_chunk": 9}, "cache_implementation='think' does not go with prefill_chunk="),
-        ({"key_channels": 0.5}, "key_channels= needs cache_implementation='think'"),
-    ],
-    ids=lambda part: "-".join(f"{name}={value}" for name, value in part.items()) if isinstance(part, dict) else "",
-)
-def test_what_does_not_go_together_is_one_line(options, message):
-    for make, of in ((kvcompress.compress, MODEL), (kvcompress.CompressedCache, MODEL.config)):
-        with pytest.raises(kvcompress.KVCompressError, match=message) as error:
-            make(of, "snapkv", 0.5, **options)
-        assert "\n" not in str(error.value)

@@ -213,16 +213,6 @@ def test_r_kvs_mean_likeness_counts_no_pads(pads):
     torch.testing.assert_close(padded[..., pads:], alone, rtol=1e-5, atol=0)
 
 
-def test_a_head_of_low_scores_keeps_its_even_share():
-    scores = torch.stack([torch.arange(10.0, 20), torch.arange(0.0, 10)])[None]
-    scores[..., -2:] = float("inf")  # a window, which no head has to pay for
-    kept = adaptive_indices(scores, [6], safeguard=0.5)[0]
-    assert kept[0].tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
-    assert kept[1].tolist() == [-1] * 4 + [6, 7, 8, 9]
-    kept = adaptive_indices(scores, [6], safeguard=0.5, head_budget="adaptive-kvpress")[0]
-    assert (kept >= 0).sum(1).tolist() == [9, 3]
-
-
 def test_no_head_takes_a_share_that_it_cannot_fill():
     """While decoding heads hold different numbers of entries, aligned to the right."""
     scores = torch.stack([torch.arange(10.0, 20), torch.arange(0.0, 10)])[None]
@@ -254,14 +244,3 @@ def test_random_draws_every_column_equally_often():
     expected = draws * 2 * 16 / 96
     chi_square = ((counts - expected) ** 2 / expected).sum()
     assert chi_square < 150  # 95 degrees of freedom: beyond 150 once in 5,000
-
-
-@pytest.mark.parametrize("pooling", ["avg", "max"])
-def test_snapkv_keeps_a_needle_that_the_last_query_attends_to(pooling):
-    keys = torch.zeros(1, 1, 200, 4)
-    keys[0, 0, 37] = 10.0
-    queries = torch.ones(1, 1, 200, 4)
-    prompt = kvcompress.Prompt(0, 1, [200], [13], 1.0)
-    kept = kvcompress.make_cluster("snapkv", window_size=8, kernel_size=5, pooling=pooling)
-    indices = kept.update_kv(queries, keys, keys, prompt).indices[0, 0].tolist()
-    assert indices == [*range(35, 40), *range(192, 200)]

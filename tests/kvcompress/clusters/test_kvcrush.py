@@ -1,7 +1,6 @@
 import torch
 
 import kvcompress
-from kvcompress.clusters.kvcrush import at_even_steps
 from kvcompress.scoring.layer_view import LayerView, StoredEntries
 
 
@@ -15,12 +14,3 @@ def test_a_head_that_no_longer_holds_a_token_has_no_bit_for_it():
         found = kvcompress.make_cluster("kvcrush", anchor=anchor).distances(bits, view)
         assert found[0, 0].tolist() == first
         assert found[0, 1, 1:].tolist() == second
-
-
-def test_even_steps_begin_with_the_first_and_end_with_the_last_of_the_order():
-    order = torch.tensor([[[3, 0, 9, 1, 0, 2, 9]]])
-    among = torch.tensor([[[True, True, False, True, True, True, True]]])
-    wanted = {0: [], 1: [1], 2: [1, 6], 3: [1, 3, 6], 6: [0, 1, 3, 4, 5, 6]}  # sorted: 1, 4, 3, 5, 0, 6
-    for count, expected in wanted.items():
-        chosen = at_even_steps(order, among, torch.tensor([[count]]), most=6)
-        assert chosen[0, 0].nonzero().flatten().tolist() == expected

@@ -15,7 +15,7 @@ from kvcompress.scoring.rows import scores_of
 from tests import fuzz
 from tests.support.examples import paired
 from tests.support.families import FAMILIES, SOME_FAMILIES
-from tests.support.kept import kept_of, real_lengths
+from tests.support.kept import kept_of
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ CASES = [
     {"decode_budget": 12, "decode_interval": 3},
     {"scope": "context", "context_tokens": -5},
     {"head_budget": "adaptive", "layer_budget": "sparsity", "decode_ratio": 0.3, "decode_interval": 1},
+    {"ratio": None, "budget": 12, "prefill_chunk": 16, "decode_budget": 12, "decode_interval": 2},
 ]
 
 
@@ -69,29 +70,7 @@ CASES = [
 @pytest.mark.parametrize(("options", "family"), paired(CASES, SOME_FAMILIES))
 def test_it_equals_the_masked_full_cache_and_its_rows_alone(method, options, family):
     images = [2, 0] if FAMILIES[family].is_vlm else None
-    options = {"ratio": 0.4, "first_token": "full", **options}
-    config = {"family": family, "heads": (4, 2), "lengths": [50, 31], "images": images, "seed": 1}
-    fuzz.check({**config, "method": method, "options": options})
-
-
-@pytest.mark.parametrize(("method", "family"), paired(list(OWN), SOME_FAMILIES))
-def test_a_row_of_a_chunked_prefill_keeps_its_budget_and_what_it_would_keep_alone(family, method):
-    family = FAMILIES[family]
-    model = family.build()
-    inputs = family.inputs(model, [50, 31], [2, 0] if family.is_vlm else None)
-    lengths, columns = real_lengths(inputs), inputs["input_ids"].shape[1]
-    options = {"budget": 12, "prefill_chunk": 16, "decode_budget": 12, "decode_interval": 2}
-    with kvcompress.compress(model, method, **options) as session:
-        tokens, logits = generate(model, inputs, 5)
-    batch = kept_of(session.cache)
-    for row, length in enumerate(lengths):
-        with kvcompress.compress(model, method, **options) as session:
-            _, alone = generate(model, family.solo(inputs, row), 5, forced=tokens[row : row + 1])
-        torch.testing.assert_close(logits[row], alone[0], atol=1e-4, rtol=0)
-        for together, solo in zip(batch, kept_of(session.cache), strict=True):
-            for a, b in zip(together[row], solo[0], strict=True):
-                assert (a - (columns - length)).tolist() == b.tolist()
-                assert len(a) == 12
+    fuzz.check(fuzz.of_rows(family, [50, 31], method, images, seed=1, **{"ratio": 0.4, **options}))
 
 
 def test_queries_that_a_method_did_not_ask_for_are_missed_in_one_line():

@@ -5,9 +5,7 @@ import pytest
 import torch
 
 import kvcompress
-from kvcompress.check.promises import LargestTensor
 from kvcompress.check.reference import generate
-from kvcompress.layer_budgets import layer_budget, list_layer_budgets
 from tests.support.examples import paired
 from tests.support.families import FIRST_TEXT, IMAGE, PAD, VIDEO, VISION_START, VLM_FAMILIES, VOCAB_SIZE, Family
 from tests.support.kept import expected_entries, kept_of, real_lengths
@@ -146,25 +144,3 @@ def test_infinipot_v_finds_the_frames_of_a_video(family):
     assert runs["found"] == runs["generated"] == runs["given"] != runs["other"]
     last = torch.nonzero(inputs["input_ids"][0] == VIDEO)[-4:, 0].tolist()
     assert all(set(last) <= set(head) for layer in runs["found"] for head in layer)
-
-
-@pytest.mark.parametrize(
-    "name", [*VISION_METHODS, *(name for name, rule in list_layer_budgets().items() if rule.is_measured)]
-)
-def test_memory_is_linear_in_a_prompt_with_images(name):
-    """For methods and for what layer budgets measure; half of the prompt is an image, a quarter the question."""
-
-    def largest(length: int) -> int:
-        generator = torch.Generator().manual_seed(0)
-        queries, keys, values = (torch.randn(1, heads, length, 16, generator=generator) for heads in (4, 2, 2))
-        vision = torch.zeros(1, length, dtype=torch.bool)
-        vision[:, length // 4 : 3 * length // 4] = True
-        prompt = kvcompress.Prompt(0, 2, [length], [length // 5], 0.25, vision=vision, frame_tokens=(10,))
-        with LargestTensor() as mode:
-            if name in VISION_METHODS:
-                kvcompress.make_cluster(name).update_kv(queries, keys, values, prompt)
-            else:
-                layer_budget(name).measure(queries, keys, values, keys[..., 0], prompt)
-        return mode.numel
-
-    assert largest(2400) <= 2.1 * largest(1200)

@@ -5,6 +5,7 @@ import torch
 
 import kvcompress
 from kvcompress.check.reference import generate
+from tests.support.answers import attending_by
 from tests.support.families import FAMILIES, MORE_FAMILIES
 from tests.support.kept import kept_of_row
 
@@ -19,11 +20,8 @@ def of_answer(model, inputs: dict, tokens: int) -> tuple[list[torch.Tensor], lis
         whole = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if "mm_token_type_ids" in inputs:
             whole["mm_token_type_ids"] = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, tokens))
-        model.set_attn_implementation("eager")
-        try:
+        with attending_by(model, "eager"):
             output = model(**whole, output_attentions=True, use_cache=True)
-        finally:
-            model.set_attn_implementation("sdpa")
     first = inputs["input_ids"].shape[1] - 1
     values = [layer.values[0] for layer in output.past_key_values.layers if hasattr(layer, "values")]
     return [weights[0, :, first:] for weights in output.attentions], values, ids[0, first + 1 :]

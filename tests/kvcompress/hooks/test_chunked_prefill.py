@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import kvcompress
@@ -18,6 +17,8 @@ from kvcompress.check.promises import LargestTensor
 from kvcompress.check.reference import attended, attending_by, generate
 from kvcompress.errors import KVCompressError
 from kvcompress.policy.make import make_policy
+from tests import fuzz
+from tests.support.answers import answer
 from tests.support.calibrations import calibration_of
 from tests.support.docs import DOCS, python_blocks
 from tests.support.examples import examples, paired, some
@@ -192,17 +193,8 @@ def test_decoding_knows_of_the_last_chunk_of_a_row_that_is_kept_whole(method, mo
 
 
 def test_a_row_that_is_kept_whole_through_its_chunks_is_evicted_while_decoding_as_alone():
-    family = FAMILIES["qwen2-vl"]
-    model = family.build()
-    inputs = family.inputs(model, [61, 20], [1, 0])
     options = {"budget": 31, "layer_budget": "uniform", "decode_ratio": 0.3, "prefill_chunk": 13}
-    with kvcompress.compress(model, "prefixkv", **options) as session:
-        tokens, logits = generate(model, inputs, NEW)
-    together = kept_of_row(session.cache, 1, pads=41)
-    with kvcompress.compress(model, "prefixkv", **options) as session:
-        _, alone = generate(model, family.solo(inputs, 1), NEW, forced=tokens[1:])
-    torch.testing.assert_close(logits[1], alone[0], atol=TOLERANCE, rtol=0)
-    assert kept_of_row(session.cache) == together
+    fuzz.check(fuzz.of_rows("qwen2-vl", [61, 20], "prefixkv", [1, 0], **options))
 
 
 @pytest.mark.parametrize("method", some([name for name in METHODS if takes_chunks(name)], SOME_METHODS))
@@ -210,14 +202,10 @@ def test_a_prompt_that_is_one_chunk_is_the_ordinary_prompt(method):
     family = FAMILIES["qwen2-vl"]
     model = family.build()
     inputs = family.inputs(model, [40, 26], [1, 0])
-    results = []
-    for options in ({}, {"prefill_chunk": 40}):
-        with kvcompress.compress(model, method, 0.3, **options, **calibration_of(method, model)) as session:
-            results.append((*generate(model, inputs, NEW), kept_lists(session.cache)))
-    (tokens, logits, kept), (ours, our_logits, our_kept) = results
-    assert torch.equal(ours, tokens)
-    assert torch.equal(our_logits, logits)
-    assert our_kept == kept
+    ours, expected = (answer(model, inputs, method, 0.3, **options) for options in ({"prefill_chunk": 40}, {}))
+    assert torch.equal(ours.tokens, expected.tokens)
+    assert torch.equal(ours.logits, expected.logits)
+    assert kept_lists(ours.cache) == kept_lists(expected.cache)
 
 
 @pytest.mark.parametrize(("family", "method"), paired(list(FAMILIES), ["full", "h2o", "snapkv"]))
@@ -231,27 +219,6 @@ def test_at_ratio_one_chunks_give_the_logits_of_the_unhooked_model(family, metho
             ours, logits = generate(model, inputs, NEW, forced=tokens)
         torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
     assert torch.equal(ours, tokens)
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "named"),
-    [
-        ("snapkv", {"cache_implementation": "static", "max_new_tokens": 4}, "cache_implementation='static'"),
-        ("snapkv", {"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
-        ("snapkv", {"scope": "context"}, "scope='context'"),
-        ("snapkv", {"ratio_of": "vision"}, "ratio_of='vision'"),
-        ("snapkv", {"layer_budget": "sparsity"}, "layer_budget='sparsity'"),
-        ("kvzip", {}, "method 'kvzip'"),
-        ("sagekv", {}, "method 'sagekv'"),
-        ("vl-cache", {"layer_budget": "uniform"}, "method 'vl-cache'"),
-        ("fastv", {}, "method 'fastv' has no option"),
-        ("snapkv", {"prefill_chunk": 0}, "prefill_chunk"),
-    ],
-)
-def test_what_does_not_go_with_chunks_is_said_at_once(method, options, named):
-    with pytest.raises(KVCompressError, match=named) as error:
-        kvcompress.compress(FAMILIES["qwen2"].build(), method, 0.5, **{"prefill_chunk": 8, **options})
-    assert "prefill_chunk" in str(error.value)
 
 
 def test_an_input_that_nobody_can_cut_is_named():
@@ -329,36 +296,12 @@ def test_each_chunk_of_a_second_prompt_has_the_mask_of_its_own_columns_where_lay
     torch.testing.assert_close(*outputs, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("steps", [0, 5])
 @pytest.mark.parametrize("method", ["snapkv", "h2o", "r-kv", "expected-attention"])
-def test_the_pads_of_a_second_prompt_have_no_vote_in_any_chunk(method, steps):
-    """A row whose second prompt is shorter keeps the same alone, where there are no pads. After `steps` of an answer it
-    holds more than its budget, but a chunk without any token of its own evicts nothing."""
-    model = FAMILIES["qwen2"].build()
-    ids = torch.randperm(100, generator=torch.Generator().manual_seed(0))[:84] + 8
-    first, second, seen, pads = ids[:60].view(2, 30), ids[60:].view(2, 12), 30 + steps, 7
+def test_the_pads_of_a_second_prompt_have_no_vote_in_any_chunk(method):
+    """A row whose second prompt is shorter answers as alone, where there are no pads. After the first answer it holds
+    more than its budget, but a chunk without any token of its own evicts nothing."""
     window = {} if method == "h2o" else {"window_size": 4}
-
-    def kept(rows: slice) -> list:
-        mask = torch.ones(len(first[rows]), seen + 12, dtype=torch.long)
-        mask[-1, seen : seen + pads] = 0
-        more = second[rows]
-        if len(mask) == 1:
-            more, mask = more[:, pads:], mask[:, mask[0].bool()]
-        positions = (mask.cumsum(1) - 1)[:, seen:].clamp(min=0)
-        cache = kvcompress.CompressedCache(
-            model.config, method, 0.4, prefill_chunk=6, **window, **calibration_of(method, model)
-        )
-        with kvcompress.attach(model), torch.no_grad():
-            model(first[rows], past_key_values=cache)
-            for step in range(steps):
-                model(first[rows, step, None], past_key_values=cache)
-            model(more, attention_mask=mask, position_ids=positions, past_key_values=cache)
-        return [cache.kept_indices(layer)[-1] for layer in range(3)]
-
-    for layer, alone in zip(kept(slice(0, 2)), kept(slice(1, 2)), strict=True):
-        for head, solo_head in zip(layer, alone, strict=True):
-            assert [column - pads * (column >= seen) for column in head.tolist()] == solo_head.tolist()
+    fuzz.check({**fuzz.of_rows("qwen2", [30, 30], method, ratio=0.4, prefill_chunk=6, **window), "more": [11, 4]})
 
 
 def test_sums_over_a_long_chunk_are_those_of_all_its_queries_at_once(monkeypatch):
@@ -376,57 +319,17 @@ def test_sums_over_a_long_chunk_are_those_of_all_its_queries_at_once(monkeypatch
             torch.testing.assert_close(other, once, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-class Squares(TorchDispatchMode):
-    """Notes the shapes with two dimensions of at least `side` that any operation returned."""
-
-    def __init__(self, side: int):
-        super().__init__()
-        self.side, self.shapes = side, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor) and sum(n >= self.side for n in tensor.shape) > 1:
-                self.shapes.append(tuple(tensor.shape))
-        return result
-
-
-@pytest.mark.parametrize("chunk", [{}, {"prefill_chunk": 32}], ids=["whole", "chunks"])
-@pytest.mark.parametrize("family", ["qwen2-vl", "llava-onevision"])
-def test_hundreds_of_frames_need_no_quadratic_tensor_and_chunks_attend_over_a_chunk_and_a_budget(
-    family, chunk, monkeypatch
-):
-    chosen = FAMILIES[family]
-    model = chosen.build()
-    frames, words = 100, torch.arange(20, 30)
-    if family == "qwen2-vl":
-        video = [VISION_START, *[VIDEO] * (4 * frames), VISION_END]
-        extra = {"pixel_values_videos": torch.randn(frames * 16, 3 * 2 * 14 * 14)}
-        extra["video_grid_thw"] = torch.tensor([[frames, 4, 4]])
-    else:
-        video, extra = [VIDEO] * (frames + 1), {"pixel_values_videos": torch.randn(1, frames, 3, 8, 8)}
-    ids = torch.tensor([[*words.tolist(), *video, *words.tolist()]])
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **extra}
-    if family == "qwen2-vl":
-        inputs["mm_token_type_ids"] = 2 * (ids == VIDEO).int()
-    columns, attended_over, after = ids.shape[1], [], CompressedLayer.after_attention
+@pytest.mark.parametrize("method", ["streamingllm", "snapkv", "h2o", "infinipot-v"])
+def test_no_operation_on_thousands_of_frames_returns_as_many_elements_as_queries_times_keys(method, monkeypatch):
+    """Flattened, per head or as a mask. In one piece, and a padded batch in chunks, which attend over a chunk and a
+    budget."""
+    attended_over, after = [], CompressedLayer.after_attention
 
     def noted(layer: CompressedLayer, queries: torch.Tensor, *args: object) -> None:
         attended_over.append(layer.stored + queries.shape[2])
         after(layer, queries, *args)
 
     monkeypatch.setattr(CompressedLayer, "after_attention", noted)
-    compressed = kvcompress.compress(model, "infinipot-v", budget=64, **chunk)
-    with compressed as session, torch.no_grad(), Squares(columns) as squares:
-        model(**inputs, logits_to_keep=1)
-    assert squares.shapes == []
-    assert max(attended_over) == (64 + 32 if chunk else columns)
-    assert {len(head) for layer in kept_of(session.cache) for head in layer[0]} == {64}
-
-
-@pytest.mark.parametrize("method", ["streamingllm", "snapkv", "h2o", "infinipot-v"])
-def test_no_operation_on_thousands_of_frames_returns_as_many_elements_as_queries_times_keys(method):
-    """Flattened, per head or as a mask. In one piece, and a padded batch in chunks."""
     family = FAMILIES["llava-onevision"]
     model = family.build()
     frames, words = 1000, torch.arange(20, 30)
@@ -439,6 +342,8 @@ def test_no_operation_on_thousands_of_frames_returns_as_many_elements_as_queries
             model(prompts, attention_mask=(prompts > 0).long(), **video, logits_to_keep=1)
         assert {len(head) for layer in kept_of(session.cache) for head in layer[0]} == {64}
         assert largest.numel < ids.shape[1] ** 2
+        assert max(attended_over) == (64 + 256 if options else ids.shape[1])
+        attended_over.clear()
 
 
 def test_infinipot_v_finds_what_changed_also_among_what_is_left_of_older_chunks():

@@ -202,20 +202,6 @@ def test_a_request_in_flight_gets_the_same_tokens():
     assert prefixes.reused_tokens == 57 + 33 + 34
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "said"),
-    [
-        ("hindsight", {}, "scope='context-first': it answers the whole prompt"),
-        ("snapkv", {"positions": "cache"}, "scope='context-first': it moves the keys"),
-        ("snapkv", {"protect": "prompt"}, "scope='context-first': the context does not know"),
-        ("snapkv", {"prefill_chunk": 16}, "a chunk does not know where the question begins"),
-    ],
-)
-def test_what_it_does_not_go_with_is_one_line(method, options, said):
-    with pytest.raises(KVCompressError, match=said):
-        kvcompress.compress(QWEN2.build(), method, 0.4, **FIRST, **options)
-
-
 def test_questions_of_unequal_length_in_a_batch_are_one_line():
     model = QWEN2.build()
     inputs = QWEN2.inputs(model, [40, 63])

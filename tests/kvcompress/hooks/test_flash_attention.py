@@ -1,4 +1,5 @@
-"""Compression on top of flash_attention_2: transformers' own flash path, over a stand-in for the package on the CPU."""
+"""Compression on top of eager attention and of flash_attention_2: transformers' own flash path, over a stand-in for
+the package on the CPU."""
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from transformers import AttentionInterface
 
 import kvcompress
 from kvcompress.check.reference import generate
+from tests.support.answers import attending_by
 from tests.support.calibrations import calibration_of
 from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
@@ -13,26 +15,23 @@ from tests.support.strategies import METHODS, SOME_METHODS
 
 NEW = 4
 MODEL = FAMILIES["qwen2"].build()
+EVERY = [*METHODS, "attention-matching"]
 
 
 @pytest.fixture
 def flash_model(fake_flash_attn):
-    MODEL.set_attn_implementation("flash_attention_2")
-    yield MODEL
-    MODEL.set_attn_implementation("sdpa")
+    with attending_by(MODEL, "flash_attention_2"):
+        yield MODEL
 
 
-@pytest.mark.parametrize(("method", "lengths"), some(paired(METHODS, [[40, 23], [40]]), SOME_METHODS))
-def test_flash_attention_and_sdpa_agree(method, lengths, fake_flash_attn):
+@pytest.mark.parametrize("implementation", ["eager", "flash_attention_2"])
+@pytest.mark.parametrize(("method", "lengths"), some(paired(EVERY, [[40, 23], [40]]), [*SOME_METHODS, EVERY[-1]]))
+def test_other_implementations_and_sdpa_agree(method, lengths, implementation, fake_flash_attn):
     inputs = FAMILIES["qwen2"].inputs(MODEL, lengths)
     with kvcompress.compress(MODEL, method, 0.3, **calibration_of(method, MODEL)):
         tokens, expected = generate(MODEL, inputs, NEW)
-    MODEL.set_attn_implementation("flash_attention_2")
-    try:
-        with kvcompress.compress(MODEL, method, 0.3, **calibration_of(method, MODEL)):
-            _, logits = generate(MODEL, inputs, NEW, forced=tokens)
-    finally:
-        MODEL.set_attn_implementation("sdpa")
+    with attending_by(MODEL, implementation), kvcompress.compress(MODEL, method, 0.3, **calibration_of(method, MODEL)):
+        _, logits = generate(MODEL, inputs, NEW, forced=tokens)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 

@@ -4,7 +4,6 @@ import copy
 import gc
 import pickle
 import weakref
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -83,18 +82,17 @@ def answered() -> tuple[torch.nn.Module, dict, torch.Tensor]:
 def test_an_exception_anywhere_in_a_forward_pass_leaves_the_model_as_it_was(answered, case, place, passes):
     model, inputs, expected = answered
     before = snapshot(model)
-    with ExitStack() as stack:
-        entered = [stack.enter_context(context) for context in (SharedPrompt(model), session_of(model, case))]
-        calls = iter(range(100))
+    shared, session, calls = SharedPrompt(model), session_of(model, case), iter(range(100))
 
-        def interrupt(*args: object) -> None:
-            if next(calls) >= passes:
-                raise Interruption
+    def interrupt(*args: object) -> None:
+        if next(calls) >= passes:
+            raise Interruption
 
-        with places(model)[place].register_forward_pre_hook(interrupt), pytest.raises(Interruption):
-            generate(model, inputs, 2)
+    hook = places(model)[place].register_forward_pre_hook(interrupt)
+    with pytest.raises(Interruption), hook, shared, session:
+        generate(model, inputs, 2)
     assert snapshot(model) == before
-    for context in entered:
+    for context in (shared, session):
         context.__exit__(None, None, None)
     assert snapshot(model) == before
     assert torch.equal(generate(model, inputs, 2)[1], expected)

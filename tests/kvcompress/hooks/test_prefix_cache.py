@@ -139,18 +139,6 @@ def test_models_dtypes_and_adapters_do_not_share():
     assert prefixes.reused_tokens == reused + 39
 
 
-def test_requests_in_flight_share_their_beginning():
-    model, prefixes = QWEN2_VL.build(), PrefixCache(gb=1)
-    inputs = QWEN2_VL.inputs(model, [60], [1])
-    requests = [with_end(inputs, 5, seed) for seed in range(5)]
-    expected = [answer(model, request, "snapkv", 0.3)[0][0, 60:].tolist() for request in requests]
-    with kvcompress.compress(model, "snapkv", 0.3, prefix_cache=prefixes) as session:
-        run = session.generate_many(requests, slots=2, max_new_tokens=NEW, do_sample=False)
-        found = {each.index: each.tokens for each in run}
-    assert [list(map(int, found[i]))[:NEW] for i in range(5)] == expected
-    assert (prefixes.prompt_tokens, prefixes.reused_tokens) == (300, 4 * 55)
-
-
 def test_a_shared_prompt_and_a_prefix_cache_go_together():
     model, prefixes = QWEN2.build(), PrefixCache(gb=1)
     inputs, known = QWEN2.inputs(model, [60]), None

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import kvcompress
 from kvcompress.cache import passes
@@ -10,8 +9,9 @@ from kvcompress.check.reference import generate
 from kvcompress.hooks import second_reading
 from kvcompress.hooks.second_reading import DecoderInputs
 from kvcompress.scoring.rereading import received
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, sliding_model
 from tests.support.kept import kept_of, kept_of_row
+from tests.support.token_methods import full_attention
 
 LENGTH = 40
 SINKS = 4  # stay, and are not read again
@@ -27,12 +27,8 @@ def weights_of_reading_twice(
     for name in ("pixel_values", "image_sizes"):
         if name in inputs:
             twice[name] = torch.cat([inputs[name]] * 2)
-    model.set_attn_implementation("eager")
-    try:
-        with torch.no_grad():
-            attentions = model(**twice, output_attentions=True).attentions
-    finally:
-        model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        attentions = full_attention(model, twice)
     later = [weights[0, :, ids.shape[1] :, : ids.shape[1]] for weights in attentions]
     return [weights.unflatten(0, (2, -1)).amax(2) for weights in later]
 
@@ -143,27 +139,9 @@ def test_what_is_read_again_goes_on_behind_the_largest_position_of_any_axis():
     assert DecoderInputs(torch.zeros(1, 5, 4), None).following(5, pads).tolist() == [[4, 5, 6]]
 
 
-def sliding_model() -> Gemma3ForCausalLM:
-    """Layer 1 of 3 has full attention, the others see the last 8 tokens."""
-    config = Gemma3TextConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=64,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Gemma3ForCausalLM(config).eval()
-
-
 def test_a_chunk_is_read_as_if_it_were_the_only_one_also_where_layers_slide(monkeypatch):
     """Then the order of the chunks changes nothing."""
-    model, noted = sliding_model(), []
+    model, noted = sliding_model("sliding", "full", "sliding"), []
     ids = torch.randint(8, 64, (1, 30), generator=torch.Generator().manual_seed(0))
 
     def note(*args):
@@ -185,7 +163,7 @@ def test_a_chunk_is_read_as_if_it_were_the_only_one_also_where_layers_slide(monk
 
 def test_the_second_pass_leaves_sliding_windows_as_they_were():
     """Layers with sliding windows keep transformers' own storage; reading again must not slide them."""
-    model = sliding_model()
+    model = sliding_model("sliding", "full", "sliding")
     ids = torch.randint(8, 64, (1, 30), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with kvcompress.compress(model, "streamingllm", 0.99), torch.no_grad():

@@ -15,6 +15,7 @@ from kvcompress import CompressedCache, KVCompressError
 from kvcompress.cache_name import CACHE, NAMES
 from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.hooks import attention
+from tests.support.answers import attending_by
 from tests.support.families import FAMILIES, MORE_FAMILIES
 from tests.support.kept import kept_lists, kept_of
 
@@ -623,14 +624,11 @@ def test_an_image_of_a_later_prompt_is_seen_as_that_of_a_first(name, implementat
     before = {"input_ids": inputs["input_ids"][:, :3]}
     if family.image_format == "gemma3":
         before["token_type_ids"] = torch.zeros_like(before["input_ids"])
-    model.set_attn_implementation(implementation)
-    try:
+    with attending_by(model, implementation):
         tokens, expected = generate(model, inputs, 3)
         with kvcompress.compress(model) as session:
             generate(model, before, 1)
             _, logits = generate(model, inputs, 3, tokens, past_key_values=session.cache)
-    finally:
-        model.set_attn_implementation("sdpa")
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 

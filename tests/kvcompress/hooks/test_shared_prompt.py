@@ -159,19 +159,9 @@ def test_the_seconds_of_a_second_pass_count_where_it_was_spared(monkeypatch):
         assert least < correction_s - first.prompt_pass.seconds + 1.0 < least + 2.0
 
 
-def test_a_pass_is_not_taken_for_that_of_another_batch():
-    model = QWEN2.build()
-    known = pass_of(model, QWEN2.inputs(model, [20, 9]))
-    inputs = QWEN2.inputs(model, [20, 9], seed=1)
-    ours, shared = shared_answer(model, inputs, "snapkv", 0.4, known)
-    assert not shared.is_known
-    assert_same(ours, answer(model, inputs, "snapkv", 0.4))
-    assert shared.prompt_pass.is_of(shared.prompt_pass.inputs)  # it was noted in the other's place
-
-
-@pytest.mark.parametrize("other", ["pixel_values", "inputs_embeds", "position_ids"])
-def test_a_pass_is_not_taken_for_that_of_other_inputs_with_the_same_tokens(other):
-    """Of another picture, of embeddings without tokens, of the same tokens elsewhere."""
+@pytest.mark.parametrize("other", ["input_ids", "pixel_values", "inputs_embeds", "position_ids"])
+def test_a_pass_is_not_taken_for_that_of_other_inputs(other):
+    """Of other tokens, and with the same: of another picture, of embeddings without tokens, of tokens elsewhere."""
     model = QWEN2_VL.build() if other == "pixel_values" else QWEN2.build()
     inputs = QWEN2_VL.inputs(model, [40], [1]) if other == "pixel_values" else QWEN2.inputs(model, [20])
     if other == "inputs_embeds":
@@ -181,6 +171,8 @@ def test_a_pass_is_not_taken_for_that_of_other_inputs_with_the_same_tokens(other
     elif other == "position_ids":
         changed = {**inputs, other: 2 * torch.arange(20)[None]}
         inputs = {**inputs, other: torch.arange(20)[None]}
+    elif other == "input_ids":
+        changed = QWEN2.inputs(model, [20], seed=1)
     else:
         changed = {**inputs, other: -inputs[other]}
 

@@ -17,6 +17,7 @@ from kvcompress.clusters.knorm import KnormKVCluster
 from kvcompress.hooks.resumed_prompt import ResumedPrompt
 from kvcompress.inflight import under_way
 from kvcompress.tokens import TokenMethod
+from tests.support.answers import attending_by
 from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES, MORE_FAMILIES
@@ -145,11 +146,8 @@ def test_every_family_answers_in_flight_or_says_why_not(family):
 
 def test_adaptive_heads_are_read_in_place_and_by_eager_attention():
     model, requests = requests_of("qwen2")
-    model.set_attn_implementation("eager")
-    try:
+    with attending_by(model, "eager"):
         check_in_flight(model, requests, NEW, "adakv", 2, ratio=0.3, **EVICTING)
-    finally:
-        model.set_attn_implementation("sdpa")
 
 
 def answers_of(model, requests, slots=2, method="snapkv", ratio=0.3, session_options=None, **options):

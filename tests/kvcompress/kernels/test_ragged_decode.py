@@ -12,6 +12,7 @@ from benchmarks.ragged_decode import ragged_case as benchmark_case
 from benchmarks.ragged_decode import ways_to_attend
 from kvcompress.cache.storage.ragged import RaggedStorage
 from kvcompress.kernels.ragged_decode import decode_by_segment, decode_gathered, ragged_decode, ragged_decode_reference
+from tests.support.answers import attending_by
 from tests.support.examples import examples
 from tests.support.families import FAMILIES
 from tests.support.ragged_cases import TOLERANCE, ragged_case
@@ -95,12 +96,8 @@ def test_bytes_held_are_the_entries_the_spare_rows_and_the_index(ragged_cache):
 
 @torch.no_grad()
 def test_weights_asked_for_from_eager_are_those_over_the_kept_entries(ragged_cache):
-    MODEL.set_attn_implementation("eager")
-    try:
-        with kvcompress.attach(MODEL):
-            output = MODEL(torch.tensor([[5], [6]]), past_key_values=ragged_cache, output_attentions=True)
-    finally:
-        MODEL.set_attn_implementation("sdpa")
+    with attending_by(MODEL, "eager"), kvcompress.attach(MODEL):
+        output = MODEL(torch.tensor([[5], [6]]), past_key_values=ragged_cache, output_attentions=True)
     assert len(output.attentions) == 3
     for weights in output.attentions:
         assert weights.shape == (2, 4, 1, 301)

@@ -14,10 +14,10 @@ from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.learned import checkpoints
 from kvcompress.policy.conflicts import PAGES, TENSOR_PARALLEL, check_conflicts
 from kvcompress.policy.make import make_policy
+from tests import fuzz
 from tests.kvcompress.test_invariants import check_two_turns
 from tests.support.examples import examples
 from tests.support.families import FAMILIES
-from tests.support.in_flight import check_in_flight
 from tests.support.kept import expected_entries, kept_of, real_lengths
 from tests.support.learned_checkpoints import checkpoint_for, write_kvzap
 from tests.support.strategies import LEARNED, Case
@@ -225,14 +225,6 @@ def test_a_linear_surrogate_is_read_as_well(tmp_path):
 
 
 @each_method
-def test_in_flight_a_request_is_as_alone(method):
-    model = FAMILIES["qwen2"].build()
-    requests = [FAMILIES["qwen2"].inputs(model, [length]) for length in (30, 17, 41)]
-    options = {"checkpoint": checkpoint_for(method, model), **FREE[method], "decode_budget": 7, "decode_interval": 2}
-    check_in_flight(model, requests, [9] * len(requests), method, 2, ratio=0.3, **options)
-
-
-@each_method
 def test_a_second_prompt_is_compressed_in_turn(method):
     check_two_turns(case_of(method, "qwen2", (30,)), 12)
 
@@ -244,21 +236,17 @@ def test_a_second_prompt_is_compressed_in_turn(method):
         {"scope": "context", "context_tokens": 25},
         {"first_token": "compressed"},
         {"first_token": "compressed", "decode_budget": 9, "decode_interval": 2},
+        {"decode_budget": 7, "decode_interval": 2},
         {"cache_implementation": "static"},
         {"cache_implementation": "offloaded", "decode_budget": 9},
         {"merge": "average"},
     ],
     ids=str,
 )
-def test_a_row_is_as_alone_with_the_options_of_the_engine(method, options):
-    case = case_of(method, "qwen2", (40, 33), **FREE[method])
-    with case.compress(**options, max_new_tokens=NEW + 4) as session:
-        tokens, logits = generate(case.model, case.inputs, NEW + 4)
-    assert max(max(ratios) for ratios in session.cache.realised_ratios()) < 1
-    for row in range(2):
-        with case.compress(**options, max_new_tokens=NEW + 4):
-            _, alone = generate(case.model, case.family.solo(case.inputs, row), NEW + 4, forced=tokens[row : row + 1])
-        torch.testing.assert_close(logits[row], alone[0], atol=TOLERANCE, rtol=0)
+def test_a_row_is_as_alone_with_the_options_of_the_engine_and_in_flight(method, options):
+    options = {"ratio": 0.3, "checkpoint": checkpoint_for(method, FAMILIES["qwen2"].build()), **FREE[method], **options}
+    slots = 0 if options.get("cache_implementation") == "offloaded" else 2
+    fuzz.check({**fuzz.of_rows("qwen2", [40, 33], method, **options), "slots": slots})
 
 
 # -- what is refused

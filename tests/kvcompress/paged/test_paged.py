@@ -25,6 +25,7 @@ from kvcompress.policy.conflicts import PAGES, check_conflicts
 from kvcompress.policy.make import make_policy
 from kvcompress.policy.policy import Policy
 from kvcompress.scoring.merging import MERGES
+from tests.support.answers import attending_by
 from tests.support.calibrations import calibration_of
 from tests.support.docs import DOCS, python_blocks
 from tests.support.examples import examples, some
@@ -200,13 +201,10 @@ def test_other_attention_implementations(implementation, fake_flash_attn):
     model = FAMILIES["qwen2"].build(2)
     prompts = prompts_of(20, 7)
     expected = [alone(model, prompt, 12, "tova", **EVICTING) for prompt in prompts]
-    model.set_attn_implementation(implementation)
-    try:
+    with attending_by(model, implementation):
         with paged.compress(model, "tova", **EVICTING):
             assert answers(model, pages_config(8, 9), prompts, [12, 12]) == expected
         assert model.config._attn_implementation == implementation
-    finally:
-        model.set_attn_implementation("sdpa")
 
 
 def test_layers_with_a_sliding_window_keep_their_pages():

@@ -162,30 +162,6 @@ def test_without_vision_tokens_no_layer_has_a_cross_modal_entropy(vision):
     assert layer_budget("entropy").measure(queries, keys, keys, keys.norm(dim=-1), view).tolist() == [0.0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"method": "snapkv", "layer_budget": "pyramyd"}, "no layer_budget 'pyramyd' .did you mean 'pyramid'"),
-        ({"method": "snapkv", "merge": "sum"}, "no merge 'sum'; valid: average"),
-        ({"method": "snapkv", "scorer": "snapvk"}, "no method 'snapvk' .did you mean 'snapkv'"),
-        ({"method": "adakv", "scorer": "full"}, "'full' cannot be a scorer"),
-        (
-            {"method": "criticalkv", "scorer": "knorm"},
-            "'criticalkv' does not go with scorer=",
-        ),
-        ({"method": "snapkv", "merge_modality": "same"}, "merge_modality='same' needs merge="),
-        (
-            {"method": "snapkv", "head_budget": "even"},
-            "'even'.*'shared', 'adaptive' or 'adaptive-kvpress'",
-        ),
-    ],
-)
-def test_parts_that_do_not_go_together_are_one_clear_error(arguments, message):
-    with pytest.raises(kvcompress.KVCompressError, match=message) as error:
-        make_policy(ratio=0.5, **arguments)
-    assert "\n" not in str(error.value)
-
-
 @dataclass(frozen=True)
 class PublishedKVCluster(kvcompress.KVCluster):
     window_size: int = 4

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcompress.errors import KVCompressError
-from kvcompress.policy.make import make_policy
 from kvcompress.policy.spans import Spans
 
 VISION = torch.tensor([[0, 0, 0, 1, 1, 0, 1, 0, 0, 0]]).bool()  # the row begins with a pad
@@ -45,16 +44,6 @@ def test_parts_at_the_beginning_are_of_the_first_prompt_alone():
 
 
 @pytest.mark.parametrize(
-    "setting", ["", "begin", "first", "first:", "last:-2", "tokens:5-5", "tokens:7-3", "text+", "a+b"]
-)
-def test_what_names_no_tokens_is_refused_with_what_is_allowed(setting):
-    with pytest.raises(
-        KVCompressError, match=r"allowed are prompt, system, question, text, first:N, last:N or tokens:A-B"
-    ):
-        make_policy("snapkv", 0.5, protect=setting)
-
-
-@pytest.mark.parametrize(
     ("setting", "said"),
     [
         ("first:10", "row 0, which has 9 tokens"),
@@ -72,8 +61,3 @@ def test_a_row_without_vision_tokens_has_no_system_part():
         Spans.parse("system").mask([10], torch.zeros_like(VISION), 10, True)
     with pytest.raises(KVCompressError, match="need input_ids"):
         Spans.parse("text").mask([10], None, 10, True)
-
-
-def test_what_stays_in_a_budget_of_vision_tokens_is_not_protected_again():
-    with pytest.raises(KVCompressError, match="ratio_of='vision' evicts no text"):
-        make_policy("snapkv", 0.5, protect="first:2", ratio_of="vision")

@@ -1,10 +1,9 @@
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcompress.scoring.selection import adaptive_indices, top_indices
-from kvcompress.scoring.windows import pad_columns, pool_scores, window_attention
+from kvcompress.scoring.selection import top_indices
+from kvcompress.scoring.windows import window_attention
 from tests.support.examples import examples
 
 
@@ -33,13 +32,6 @@ def test_window_attention_is_the_tail_of_the_full_causal_attention(seed, lengths
             torch.testing.assert_close(ours[row, head // groups, head % groups], expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("mode", ["avg", "max"])
-def test_pooling_keeps_the_length_and_counts_zeros_at_the_ends(mode):
-    scores = torch.tensor([[3.0, 0.0, 6.0]])
-    expected = {"avg": [1.0, 3.0, 2.0], "max": [3.0, 6.0, 6.0]}[mode]
-    assert pool_scores(scores, 3, mode).tolist() == [expected]
-
-
 @examples(100)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=3),
@@ -58,22 +50,3 @@ def test_top_indices_are_the_best_real_columns_the_latest_among_equals(rows, see
             real = range(columns - length, columns)
             best = sorted(real, key=lambda c: (scores[row, head, c].item(), c))[-budget:]
             assert kept[row, head].tolist() == [-1] * (max(budgets) - budget) + sorted(best)
-
-
-def test_pad_columns_are_the_leading_ones():
-    expected = [[[False, False, False]], [[True, True, False]]]
-    assert pad_columns(torch.tensor([[0], [2]]), 3).tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("safeguard", "kept"),
-    [
-        (0.0, [[0, 1, 2, 3], [-1, -1, -1, -1]]),
-        (0.5, [[-1, 0, 1, 2], [-1, -1, -1, 3]]),
-        (1.0, [[0, 1], [2, 3]]),
-    ],
-)
-def test_adaptive_heads_worked_by_hand(safeguard, kept):
-    scores = torch.tensor([[[9.0, 8, 7, 6], [1, 2, 3, 4]]])
-    longest = max(sum(column >= 0 for column in head) for head in kept)
-    assert adaptive_indices(scores, [2], safeguard)[0].tolist() == [head[-longest:] for head in kept]

@@ -97,15 +97,9 @@ def test_dycoke_remembers_what_the_layer_before_its_own_attended_to():
     assert remembers == [False, True, False, False]
 
 
-def test_dycoke_cannot_keep_less_than_every_fourth_frame_and_says_so():
+def test_dycoke_may_keep_every_fourth_frame_alone():
     model, inputs, _ = video_batch("qwen2-vl", [4])
     for variant, least in (("code", 0.5), ("paper", 0.25)):
         with kvcompress.compress(model, "dycoke", least, variant=variant) as session:
             generate(model, inputs, 1)
         assert len(kept_columns(session.cache)[0][0]) == inputs["input_ids"].shape[1] - 48 * (1 - least)
-    error = kvcompress.KVCompressError
-    with (
-        kvcompress.compress(model, "dycoke", 0.2),
-        pytest.raises(error, match="cannot keep 10 of its 48 vision tokens"),
-    ):
-        generate(model, inputs, 1)

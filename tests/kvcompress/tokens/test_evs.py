@@ -27,12 +27,9 @@ def test_evs_keeps_the_first_frame_and_what_has_changed_since_the_frame_before(f
         assert [c for c in kept[row] if c in shown] == sorted(stays)
 
 
-def test_evs_cannot_keep_less_than_the_first_frame_and_says_so():
+def test_evs_may_keep_the_first_frame_alone():
     model, inputs, _ = video_batch("qwen2-vl", [4])
     with kvcompress.compress(model, "evs", 0.25) as session:
         generate(model, inputs, 1)
     vision = inputs["mm_token_type_ids"][0].bool()
     assert [c for c in kept_columns(session.cache)[0][0] if vision[c]] == vision.nonzero()[:12, 0].tolist()
-    error = kvcompress.KVCompressError
-    with kvcompress.compress(model, "evs", 0.2), pytest.raises(error, match=r"cannot keep 10 of .* stay, 12 tok"):
-        generate(model, inputs, 1)

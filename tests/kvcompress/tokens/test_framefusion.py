@@ -12,7 +12,6 @@ from kvcompress.scoring.vision import vision_token_mask
 from tests.support.examples import paired
 from tests.support.token_methods import (
     NEW,
-    TOLERANCE,
     VIDEO_FAMILIES,
     as_hidden,
     budget,
@@ -74,31 +73,3 @@ def test_framefusion_merges_runs_of_like_tokens_at_a_place_into_their_mean(famil
         left = [sum(vision[row, c].item() for c in layer[row] if c < len(embeddings)) for layer in kept]
         assert abs(sum(left) / 4 - budget(ratio, n)) <= 0.5
         assert left == sorted(left, reverse=True)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"cache_implementation": "static", "max_new_tokens": NEW}, {"cache_implementation": "offloaded"}],
-    ids=["static", "offloaded"],
-)
-def test_framefusion_decodes_from_every_storage_the_same(options):
-    model, inputs, _ = video_batch("qwen2.5-vl", [7, 5])
-    settings = {"similarity": 0.0, "least_merged": 0.3}
-    with kvcompress.compress(model, "framefusion", 0.5, **settings) as session:
-        tokens, expected = generate(model, inputs, NEW)
-    kept = kept_columns(session.cache)
-    with kvcompress.compress(model, "framefusion", 0.5, **settings, **options) as session:
-        _, logits = generate(model, inputs, NEW, forced=tokens)
-    assert kept_columns(session.cache) == kept
-    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
-
-
-def test_framefusion_says_where_the_layers_before_have_held_too_much():
-    model, inputs, _ = video_batch("qwen2-vl", [4])
-    with (
-        kvcompress.compress(model, "framefusion", 0.25),
-        pytest.raises(
-            kvcompress.KVCompressError, match=r"12 of 48 vision tokens.* in row 0 the first 1 layers hold 48"
-        ),
-    ):
-        generate(model, inputs, 1)
