@@ -110,12 +110,8 @@ def test_the_search_takes_what_is_better_by_more_than_its_interval_and_writes_ev
     asked = Halves({"even": 4}, 0, tmp_path)
     recipe = search(asked, asked, "snapkv", [], tmp_path / "steps.json")
     assert recipe == {
-        "method": "snapkv",
-        "layer_budget": "uniform",
-        "pooling": "avg",
-        "kernel_size": 9,
-        "head_budget": "adaptive",
-    }
+        "method": "snapkv", "layer_budget": "uniform", "pooling": "avg", "kernel_size": 9, "head_budget": "adaptive",
+    }  # fmt: skip
     steps = own_method.json.loads((tmp_path / "steps.json").read_text())["steps"]
     assert [step["part"] for step in steps].count("safeguard") == 4, "the recipe so far, and three values"
 

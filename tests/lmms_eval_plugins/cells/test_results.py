@@ -80,15 +80,8 @@ def test_a_value_is_shortened_or_marked_only_where_the_name_would_not_tell_it():
         return replace(CELL, settings=settings).folder(Path()).name
 
     plain = {
-        "a": "auto",
-        "b": 0.05,
-        "c": 1e-05,
-        "d": -1,
-        "e": True,
-        "f": "/x/y.jinja",
-        "g": "0,1,2,3",
-        "h": "a_b-c.d+e@f",
-    }
+        "a": "auto", "b": 0.05, "c": 1e-05, "d": -1, "e": True, "f": "/x/y.jinja", "g": "0,1,2,3", "h": "a_b-c.d+e@f",
+    }  # fmt: skip
     assert name(**plain) == "snapkv-0.2-a=auto-b=0.05-c=1e-05-d=-1-e=True-f=__x__y.jinja-g=0,1,2,3-h=a_b-c.d+e@f"
     assert name(k={"temperature": 0.5, "top_p": 1}) == "snapkv-0.2-k=temperature=0.5,top_p=1"
     assert re.fullmatch("snapkv-0.2-a=Really_@[0-9a-f]{8}", name(a="Really?"))
