@@ -132,13 +132,6 @@ def test_missing_or_cut_file_makes_the_cell_incomplete(tmp_path, name):
     assert name in results.incomplete_reason(tmp_path / "cell", FINGERPRINT)
 
 
-def test_wrong_number_of_samples_makes_the_cell_incomplete(tmp_path):
-    write(tmp_path / "cell")
-    samples = tmp_path / "cell" / results.SAMPLES_FILE
-    samples.write_text(samples.read_text().splitlines(keepends=True)[0])
-    assert "1 samples on disk, but 2" in results.incomplete_reason(tmp_path / "cell", FINGERPRINT)
-
-
 BROKEN = {
     results.RESULTS_FILE: [b"", b"[]", b"null", b"3", b"\xff\xfe\x00", b"{}", b"[" * 5000, b'{"protocol": []}'],
     results.SAMPLES_FILE: [
