@@ -9,40 +9,31 @@ import pytest
 
 import kvcompress
 from benchmarks import method_cells, method_table
-from benchmarks.method_cells import BY_RATIO, FULL, RATIOS, Answers, Cell, Column, Protocol, Task, cells_of, compute
+from benchmarks.method_cells import BY_RATIO, FULL, RATIOS, Answers, Cell, Column, Protocol, cells_of, compute
 from benchmarks.method_table import Estimate, markdown, rows_of, sign_test
+from benchmarks.method_tasks import QUERY_AWARE
 from benchmarks.retrieval import OPENING, draw_examples, draw_names, numbered, share_repeated
 from tests.support.calibrations import calibration_file
-from tests.support.families import FAMILIES
 from tests.support.learned_checkpoints import checkpoint_for
-
-PROTOCOL = Protocol("query-aware", {"scope": "prompt", "first_token": "compressed"})
 
 
 @pytest.fixture
-def task():
-    """Four questions in two batches; an answer is right where its first token is even."""
-    family = FAMILIES["qwen2"]
-    model = family.build()
-    prompts = family.inputs(model, [30, 30, 30, 30])
-    return Task(
-        name="even",
-        title="Even tokens",
-        identity="even",
-        model=model,
-        questions=4,
-        batch_size=2,
-        new_tokens=2,
-        inputs=lambda batch: {name: tensor[batch] for name, tensor in prompts.items()},
-        right=lambda batch, new: (new[:, 0] % 2 == 0).tolist(),
-        protocols=(PROTOCOL,),
-        has_images=False,
-    )
+def answers(tmp_path):
+    return Answers(tmp_path / "answers.json", "even")
 
 
-def test_a_cell_that_is_named_twice_is_answered_once(task, tmp_path):
+def again(answers):
+    """What a later run reads."""
+    return Answers(answers.path, "even")
+
+
+def lines_of(cells, answers, questions):
+    """The table's lines below its head."""
+    return markdown(rows_of(QUERY_AWARE, cells, answers, questions), BY_RATIO, questions).splitlines()[2:]
+
+
+def test_a_cell_that_is_named_twice_is_answered_once(task, answers):
     one_batch = replace(task, questions=task.batch_size)
-    answers = Answers(tmp_path / "answers.json", "even")
     compute(one_batch, 2 * cells_of(one_batch, ["knorm"]), answers)
     assert {len(right) for right in answers.right.values()} == {task.batch_size}
 
@@ -64,14 +55,14 @@ def test_a_second_run_computes_only_what_is_missing(task, tmp_path, monkeypatch)
 
 
 def test_answers_to_other_questions_are_forgotten(tmp_path):
-    file, cell = tmp_path / "answers.json", Cell(PROTOCOL, "knorm", Column.of(0.5))
+    file, cell = tmp_path / "answers.json", Cell(QUERY_AWARE, "knorm", Column.of(0.5))
     Answers(file, "even").add(cell, [True, False])
     assert Answers(file, "even").of(cell, 2).tolist() == [1, 0]
     assert Answers(file, "odd").of(cell, 2).tolist() == []
 
 
 def test_answers_may_be_partly_right(tmp_path):
-    file, cell = tmp_path / "answers.json", Cell(PROTOCOL, "knorm", Column.of(0.5))
+    file, cell = tmp_path / "answers.json", Cell(QUERY_AWARE, "knorm", Column.of(0.5))
     Answers(file, "even").add(cell, [1, 0])
     Answers(file, "even").add(cell, [0.25, 1])
     Answers(file, "even").add(cell, [0, 0])
@@ -99,11 +90,11 @@ def test_an_interrupted_run_goes_on_where_it_was(task, tmp_path, monkeypatch):
 
 
 def test_a_cell_is_another_when_its_options_its_protocol_or_its_methods_code_change(monkeypatch):
-    cell = Cell(PROTOCOL, "snapkv", Column.of(0.5))
-    assert cell.key == Cell(PROTOCOL, "snapkv", Column.of(0.5)).key
+    cell = Cell(QUERY_AWARE, "snapkv", Column.of(0.5))
+    assert cell.key == Cell(QUERY_AWARE, "snapkv", Column.of(0.5)).key
     others = [
-        Cell(PROTOCOL, "snapkv", Column.of(0.2)),
-        Cell(PROTOCOL, "snapkv", Column.of(0.5), {"window_size": 8}),
+        Cell(QUERY_AWARE, "snapkv", Column.of(0.2)),
+        Cell(QUERY_AWARE, "snapkv", Column.of(0.5), {"window_size": 8}),
         Cell(Protocol("query-aware", {"scope": "context"}), "snapkv", Column.of(0.5)),
     ]
     assert cell.key not in [other.key for other in others]
@@ -116,20 +107,20 @@ def test_a_cell_is_another_when_its_options_its_protocol_or_its_methods_code_cha
     method_cells.method_code.cache_clear()
 
 
-def test_methods_that_share_no_prompt_pass_run_their_own(task, tmp_path):
-    answers, cells = Answers(tmp_path / "answers.json", "even"), cells_of(task, ["full", "random", "kvzip"])
+def test_methods_that_share_no_prompt_pass_run_their_own(task, answers):
+    cells = cells_of(task, ["full", "random", "kvzip"])
     compute(task, cells, answers)
-    table = markdown(rows_of(PROTOCOL, cells, answers, task.questions), BY_RATIO, task.questions)
+    table = markdown(rows_of(QUERY_AWARE, cells, answers, task.questions), BY_RATIO, task.questions)
     assert "| kvzip |" in table
     assert "| **random** |" in table
 
 
-def test_fewer_questions_of_a_method_are_named_in_its_row(task, tmp_path):
-    answers, cells = Answers(tmp_path / "answers.json", "even"), cells_of(task, ["knorm"])
+def test_fewer_questions_of_a_method_are_named_in_its_row(task, answers):
+    cells = cells_of(task, ["knorm"])
     for cell in cells:
         answers.add(cell, [True, False])
     assert "| knorm (2 questions) |" in markdown(
-        rows_of(PROTOCOL, cells, answers, task.questions), BY_RATIO, task.questions
+        rows_of(QUERY_AWARE, cells, answers, task.questions), BY_RATIO, task.questions
     )
 
 
@@ -140,52 +131,51 @@ def test_the_sign_test_counts_only_questions_that_one_of_the_two_answered():
     assert sign_test(worse, worse) == 1
 
 
-def test_a_refusal_is_reported_and_not_tried_again(task, tmp_path, monkeypatch):
+def test_a_refusal_is_reported_and_not_tried_again(task, answers, monkeypatch):
     def refuse(*given):
         raise kvcompress.KVCompressError("videos only")
 
-    answers, cells = Answers(tmp_path / "answers.json", "even"), cells_of(task, ["knorm"])
+    cells = cells_of(task, ["knorm"])
     with monkeypatch.context() as patch:
         patch.setattr(method_cells, "answer", refuse)
         compute(task, cells, answers)
-    compute(task, cells, Answers(answers.path, "even"))
-    assert set(Answers(answers.path, "even").refused.values()) == {"videos only"}
-    assert rows_of(PROTOCOL, cells, answers, task.questions) == {}
+    compute(task, cells, again(answers))
+    assert set(again(answers).refused.values()) == {"videos only"}
+    assert rows_of(QUERY_AWARE, cells, answers, task.questions) == {}
 
 
-def test_a_method_that_is_refused_in_one_column_has_the_others(task, tmp_path):
-    answers, cells = Answers(tmp_path / "answers.json", "even"), cells_of(task, ["knorm", "tova"])
+def test_a_method_that_is_refused_in_one_column_has_the_others(task, answers):
+    cells = cells_of(task, ["knorm", "tova"])
     for cell in cells:
         answers.add(cell, [True, cell.method == "tova", False, False])
     answers.refuse(cells[3], kvcompress.KVCompressError("too few"))
-    lines = markdown(rows_of(PROTOCOL, cells, answers, 4), BY_RATIO, 4).splitlines()[2:]
+    lines = lines_of(cells, answers, 4)
     assert [line.split(" | ")[0] for line in lines] == ["| tova", "| knorm"]
     assert [len(cell.strip()) > 0 for cell in lines[1].split("|")[2:-1]] == [True, True, True, False, False, False]
 
 
-def test_a_table_of_decode_budgets_asks_every_method_that_evicts_while_decoding(task, tmp_path):
+def test_a_table_of_decode_budgets_asks_every_method_that_evicts_while_decoding(task, answers):
     budgets = (Column("8 / 2", None, {"budget": 8, "decode_budget": 8, "decode_interval": 2}),)
     task = replace(task, protocols=(Protocol("decode budgets", {}, budgets),), new_tokens=6, has_images=True)
     cells = cells_of(task, ["full", "knorm", "fastv"])
     assert [(cell.method, cell.column.title) for cell in cells] == [("full", "full"), ("knorm", "8 / 2")]
-    answers = Answers(tmp_path / "answers.json", "even")
     compute(task, cells, answers)
     assert all(len(answers.of(cell, 4)) == 4 for cell in cells)
 
 
-def test_headroom_is_over_all_columns_between_random_and_hindsight(tmp_path):
-    answers, cells = Answers(tmp_path / "answers.json", "even"), []
+def test_headroom_is_over_all_columns_between_random_and_hindsight(answers):
+    cells = []
     for method, rights in {"hindsight": [90, 70, 60, 40], "random": [50, 30, 20, 0], "tova": [80, 50, 40, 10]}.items():
         for column, right in zip(BY_RATIO, rights, strict=True):
-            cells.append(Cell(PROTOCOL, method, column))
+            cells.append(Cell(QUERY_AWARE, method, column))
             answers.add(cells[-1], [True] * right + [False] * (100 - right))
-    lines = markdown(rows_of(PROTOCOL, cells, answers, 100), BY_RATIO, 100).splitlines()[2:]
+    lines = lines_of(cells, answers, 100)
     assert [line.split("|")[1].strip() for line in lines] == ["**hindsight**", "**random**", "tova"]
     assert [line.split("|")[-2].split(" [")[0].strip() for line in lines] == ["100", "0", "50"]
 
 
-def test_what_a_cell_keeps_is_stored_by_layer_over_all_its_batches(task, tmp_path):
-    answers, cells = Answers(tmp_path / "answers.json", "even"), cells_of(task, ["full", "knorm", "pyramidkv"])
+def test_what_a_cell_keeps_is_stored_by_layer_over_all_its_batches(task, answers, tmp_path):
+    cells = cells_of(task, ["full", "knorm", "pyramidkv"])
     compute(task, cells, answers)
     kept = {(cell.method, cell.column.title): answers.kept.get(cell.key) for cell in cells}
     assert kept["full", "full"] is None
@@ -200,14 +190,14 @@ def test_what_a_cell_keeps_is_stored_by_layer_over_all_its_batches(task, tmp_pat
     assert cells[2].key not in batches.kept
 
 
-def test_what_keeps_another_share_than_was_asked_says_so_and_stands_behind_the_others(tmp_path):
-    answers, cells = Answers(tmp_path / "answers.json", "even"), []
+def test_what_keeps_another_share_than_was_asked_says_so_and_stands_behind_the_others(answers):
+    cells = []
     for method, right in {"hindsight": 90, "random": 10, "fastv": 80, "tova": 30}.items():
         for column in BY_RATIO:
-            cells.append(Cell(PROTOCOL, method, column))
+            cells.append(Cell(QUERY_AWARE, method, column))
             shares = [1.0, 0.2, 0.2] if method == "fastv" else [column.ratio + 0.004] * 3
             answers.add(cells[-1], [True] * right + [False] * (100 - right), [[share] * 100 for share in shares])
-    rows = rows_of(PROTOCOL, cells, answers, 100)
+    rows = rows_of(QUERY_AWARE, cells, answers, 100)
     lines = markdown(rows, BY_RATIO, 100).splitlines()[2:]
     assert [line.split("|")[1].strip() for line in lines] == ["**hindsight**", "**random**", "tova", "fastv"]
     *_, mean, headroom, _ = lines[-1].split("|")
@@ -226,15 +216,14 @@ def test_the_interval_is_the_bootstrap_over_questions():
     assert Estimate.of(right) == estimate
 
 
-def test_the_table_is_sorted_and_marks_what_is_worse_than_random(tmp_path):
-    answers = Answers(tmp_path / "answers.json", "even")
+def test_the_table_is_sorted_and_marks_what_is_worse_than_random(answers):
     rights = {"full": 90, "random": 50, "knorm": 20, "snapkv": 80, "tova": 49}
     cells = []
     for method, right in rights.items():
         for column in (FULL,) if method == "full" else BY_RATIO:
-            cells.append(Cell(PROTOCOL, method, column))
+            cells.append(Cell(QUERY_AWARE, method, column))
             answers.add(cells[-1], [True] * right + [False] * (100 - right))
-    lines = markdown(rows_of(PROTOCOL, cells, answers, 100), BY_RATIO, 100).splitlines()[2:]
+    lines = lines_of(cells, answers, 100)
     assert [line.split(" | ")[0] for line in lines] == ["| **full**", "| **random**", "| snapkv", "| tova", "| knorm"]
     assert [line.count("▼") for line in lines] == [0, 0, 0, 0, len(RATIOS)]
 
@@ -258,13 +247,12 @@ def test_the_share_of_a_repeated_list_counts_its_names_however_they_are_separate
     assert share_repeated(numbered(names[:10]), names) == 0.25
 
 
-def test_a_method_that_needs_a_calibration_answers_where_there_is_one(task, tmp_path):
+def test_a_method_that_needs_a_calibration_answers_where_there_is_one(task, answers, tmp_path):
     assert cells_of(task, ["q-filters"]) == []
     task = replace(task, calibrations=tmp_path)
     assert cells_of(task, ["q-filters"]) == []
     shutil.copy(calibration_file("q-filters", task.model), tmp_path / "q-filters.safetensors")
     cells = cells_of(task, ["q-filters"])
-    answers = Answers(tmp_path / "answers.json", "even")
     compute(task, cells, answers)
     assert answers.refused == {}
     assert all(len(answers.of(cell, task.questions)) == task.questions for cell in cells)
@@ -273,12 +261,11 @@ def test_a_method_that_needs_a_calibration_answers_where_there_is_one(task, tmp_
     assert cells[0].key != key
 
 
-def test_a_learned_method_answers_with_the_checkpoint_that_its_note_names(task, tmp_path):
+def test_a_learned_method_answers_with_the_checkpoint_that_its_note_names(task, answers, tmp_path):
     task, checkpoint = replace(task, calibrations=tmp_path), checkpoint_for("kvzap", task.model)
     note = {"checkpoint": str(tmp_path / "kvzap"), "sha256": "1", "made by": "kvcompress train kvzap"}
     (tmp_path / "kvzap.json").write_text(json.dumps(note))
     cells = cells_of(task, ["kvzap"])
-    answers = Answers(tmp_path / "answers.json", "even")
     with pytest.raises(FileNotFoundError, match="kvzap is missing: kvcompress train kvzap"):
         compute(task, cells, answers)
     (tmp_path / "kvzap").symlink_to(checkpoint)

@@ -11,7 +11,13 @@ from benchmarks.method_cells import BY_RATIO, Answers, cells_of, compute
 from benchmarks.method_tasks import QUERY_AWARE
 from benchmarks.own_method import Halves, ablations, changes, difference, half, held_out, later, published, search
 from kvcompress.layer_budgets import list_layer_budgets
-from tests.benchmarks.test_method_table import task  # noqa: F401 (a fixture)
+
+
+@pytest.fixture
+def even(task, monkeypatch):
+    """The only task there is."""
+    monkeypatch.setattr(own_method, "TASKS", {"even": lambda questions: replace(task, questions=questions)})
+    return task
 
 
 def numbered(questions, size):
@@ -51,15 +57,14 @@ def test_what_comes_later_is_in_no_half():
     assert part.right(slice(2, 4), None) == [8, 9]
 
 
-def test_the_recipe_is_confirmed_on_questions_that_no_half_had(task, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setitem(own_method.TASKS, "even", lambda questions: replace(task, questions=questions))
+def test_the_recipe_is_confirmed_on_questions_that_no_half_had(even, tmp_path, monkeypatch):
     monkeypatch.setattr(own_method, "HELD_OUT", {"even": 2})
     monkeypatch.setattr(own_method, "CONFIRMED", {"even": (4, ["tova"])})
-    whole = Answers(tmp_path / "whole.json", task.identity)
+    whole = Answers(tmp_path / "whole.json", even.identity)
     methods = ("knorm", "tova", own_method.FIRST)
-    compute(task, cells_of(replace(task, protocols=(QUERY_AWARE,)), list(methods)), whole)
+    compute(even, cells_of(replace(even, protocols=(QUERY_AWARE,)), list(methods)), whole)
     known = {
-        method: np.stack([whole.of(cell, 4) for cell in cells_of(replace(task, protocols=(QUERY_AWARE,)), [method])])
+        method: np.stack([whole.of(cell, 4) for cell in cells_of(replace(even, protocols=(QUERY_AWARE,)), [method])])
         for method in methods
     }
     last = own_method.confirm(tmp_path, {"method": "knorm"}).splitlines()[-1]
@@ -73,12 +78,11 @@ def test_less_than_two_batches_have_no_halves():
         half(numbered(3, 2), 0)
 
 
-def test_published_answers_are_those_of_the_half_and_of_what_random_answered(task, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
-    answers = Answers(tmp_path / "method_table_even.json", task.identity)
-    for cell in cells_of(task, ["random", "knorm", "tova"]):
+def test_published_answers_are_those_of_the_half_and_of_what_random_answered(even, tmp_path):
+    answers = Answers(tmp_path / "method_table_even.json", even.identity)
+    for cell in cells_of(even, ["random", "knorm", "tova"]):
         answers.add(cell, [True, True, False, cell.method == "tova"])
-    for cell in cells_of(task, ["keydiff"]):
+    for cell in cells_of(even, ["keydiff"]):
         answers.add(cell, [False, True])
     found = [published("even", tmp_path, number, 4) for number in (0, 1)]
     assert found[0]["keydiff"].tolist() == [[0, 1]] * len(BY_RATIO)
@@ -96,12 +100,8 @@ def answered_with(known, questions=40):
     return all_right
 
 
-def test_the_search_takes_what_is_better_by_more_than_its_interval_and_writes_every_step(
-    task,  # noqa: F811
-    tmp_path,
-    monkeypatch,
-):
-    monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
+@pytest.mark.usefixtures("even")
+def test_the_search_takes_what_is_better_by_more_than_its_interval_and_writes_every_step(tmp_path, monkeypatch):
     monkeypatch.setattr(own_method, "PARTS", ("kernel_size", "head_budget", "safeguard"))
     known = {("uniform", 5): 10, ("uniform", 3): 12, ("uniform", 9): 30, ("adaptive", 9): 39}
     monkeypatch.setattr(
@@ -110,32 +110,28 @@ def test_the_search_takes_what_is_better_by_more_than_its_interval_and_writes_ev
     asked = Halves({"even": 4}, 0, tmp_path)
     recipe = search(asked, asked, "snapkv", [], tmp_path / "steps.json")
     assert recipe == {
-        "method": "snapkv",
-        "layer_budget": "uniform",
-        "pooling": "avg",
-        "kernel_size": 9,
-        "head_budget": "adaptive",
-    }
+        "method": "snapkv", "layer_budget": "uniform", "pooling": "avg", "kernel_size": 9, "head_budget": "adaptive",
+    }  # fmt: skip
     steps = own_method.json.loads((tmp_path / "steps.json").read_text())["steps"]
     assert [step["part"] for step in steps].count("safeguard") == 4, "the recipe so far, and three values"
 
 
-def test_the_search_leaves_what_is_better_by_less(task, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
+@pytest.mark.usefixtures("even")
+def test_the_search_leaves_what_is_better_by_less(tmp_path, monkeypatch):
     monkeypatch.setattr(own_method, "PARTS", ("kernel_size",))
     monkeypatch.setattr(Halves, "all_right", answered_with(lambda it: 11 if it["kernel_size"] == 9 else 10))
     asked = Halves({"even": 4}, 0, tmp_path)
     assert search(asked, asked, "snapkv", [], tmp_path / "steps.json")["kernel_size"] == 5
 
 
-def test_what_a_task_refuses_is_not_taken(task, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
+@pytest.mark.usefixtures("even")
+def test_what_a_task_refuses_is_not_taken(tmp_path):
     asked = Halves({"even": 4}, 1, tmp_path)
     assert asked.all_right([{"method": "dycoke"}]) == [None]
     assert asked.all_right([{"method": "q-filters", "calibrated": True}]) == [None], "no calibration of this model"
 
 
-def test_processes_answer_as_one_does(task, tmp_path, monkeypatch):  # noqa: F811
+def test_processes_answer_as_one_does(task, tmp_path, monkeypatch):
     makers = {"even": lambda questions: task, "odd": lambda questions: replace(task, name="odd")}
     monkeypatch.setattr(own_method, "TASKS", makers)
     folders = [tmp_path / "one", tmp_path / "two"]
@@ -148,8 +144,8 @@ def test_processes_answer_as_one_does(task, tmp_path, monkeypatch):  # noqa: F81
         assert all(np.array_equal(ours, theirs) for ours, theirs in zip(one, two, strict=True))
 
 
-def test_only_the_schedules_protocol_has_an_interval(task, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
+@pytest.mark.usefixtures("even")
+def test_only_the_schedules_protocol_has_an_interval(tmp_path):
     recipe = {"method": "snapkv", "decode_interval": 4}
 
     def intervals(protocol, recipe):
@@ -161,11 +157,10 @@ def test_only_the_schedules_protocol_has_an_interval(task, tmp_path, monkeypatch
     assert intervals(own_method.BUDGETS, {"method": "snapkv"}) == {own_method.INTERVAL}
 
 
-def test_a_recipe_is_answered_on_its_half(task, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
-    whole = Answers(tmp_path / "whole.json", task.identity)
-    cells = cells_of(replace(task, protocols=(QUERY_AWARE,)), ["knorm"])
-    compute(task, cells, whole)
+def test_a_recipe_is_answered_on_its_half(even, tmp_path):
+    whole = Answers(tmp_path / "whole.json", even.identity)
+    cells = cells_of(replace(even, protocols=(QUERY_AWARE,)), ["knorm"])
+    compute(even, cells, whole)
     asked = Halves({"even": 4}, 1, tmp_path)
     right = asked.right("even", {"method": "knorm"})
     assert np.array_equal(right, np.stack([whole.of(cell, 4) for cell in cells])[:, 2:])
@@ -173,7 +168,7 @@ def test_a_recipe_is_answered_on_its_half(task, tmp_path, monkeypatch):  # noqa:
     assert own_method.score(asked.all_right([{"method": "knorm"}])[0]) == 100 * right.mean()
 
 
-def test_a_recipe_has_the_tables_window_unless_it_names_another(task, tmp_path, monkeypatch):  # noqa: F811
+def test_a_recipe_has_the_tables_window_unless_it_names_another(task, tmp_path, monkeypatch):
     monkeypatch.setitem(own_method.TASKS, "even", lambda questions: replace(task, window_size=3))
     asked = Halves({"even": 4}, 1, tmp_path)
 
@@ -185,18 +180,17 @@ def test_a_recipe_has_the_tables_window_unless_it_names_another(task, tmp_path, 
     assert windows({"method": "snapkv", "window_size": 2}) == {2}
 
 
-def test_a_window_shorter_than_the_tables_stays(task):  # noqa: F811
+def test_a_window_shorter_than_the_tables_stays(task):
     assert {"window_size": 8} in [cell.options for cell in cells_of(replace(task, window_size=8), ["snapkv"])]
     assert all(cell.options == {} for cell in cells_of(replace(task, window_size=8), ["adamixkv"]))
 
 
-def test_held_out_compares_with_the_best_of_the_other_half(task, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setitem(own_method.TASKS, "even", lambda questions: task)
+def test_held_out_compares_with_the_best_of_the_other_half(even, tmp_path, monkeypatch):
     monkeypatch.setattr(own_method, "HELD_OUT", {"even": 4})
     monkeypatch.setattr(own_method, "SEARCHED", {"even": 4})
     monkeypatch.setattr(own_method, "COMPETITORS", 1)
-    answers = Answers(tmp_path / "method_table_even.json", task.identity)
-    for cell in cells_of(task, ["random", "knorm", "tova", own_method.FIRST]):  # the last is our own: no rival
+    answers = Answers(tmp_path / "method_table_even.json", even.identity)
+    for cell in cells_of(even, ["random", "knorm", "tova", own_method.FIRST]):  # the last is our own: no rival
         of_first = [cell.method in ("tova", own_method.FIRST), cell.method == own_method.FIRST]
         answers.add(cell, of_first + [cell.method == "knorm"] * 2)
     page = held_out(tmp_path, {"method": "snapkv", "kernel_size": 3})

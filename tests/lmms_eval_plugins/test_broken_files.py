@@ -18,12 +18,10 @@ from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells.plan import Plan
 from lmms_eval_plugins.cells.run import load_model
 from lmms_eval_plugins.evaluate import parse
-from lmms_eval_plugins.model.prompts import ChatPrompt
 from lmms_eval_plugins.reproduce.__main__ import main as reproduce_main
 from lmms_eval_plugins.reproduce.config import Benchmark, PaperMethod, PaperModel, Reproduction, load_config
 from lmms_eval_plugins.sweep.__main__ import main as sweep_main
 from lmms_eval_plugins.sweep.config import KEYS, distribution, read_config
-from tests.support.checkpoints import load_lm
 from tests.support.wrong_values import wrong_for_kind
 
 from .reproduce.test_reproduce import MINIMAL
@@ -146,14 +144,6 @@ def test_broken_prompts_of_the_speech_bench_are_one_line(content):
 def test_a_file_that_is_no_text_is_one_line(argument, capsys):
     Path("text").write_bytes(b"\xff\xfe")
     assert argument in one_line(capsys, evaluate.main(["tiny_textvqa", "tiny", "knorm", "0.2", f"{argument}=text"]))
-
-
-def test_a_wrong_chat_template_is_one_line():
-    Path("template.jinja").write_text("{% for %}")
-    with pytest.raises(
-        KVCompressError, match=r"chat_template='template\.jinja' is no Jinja template: line 1: Expected"
-    ):
-        load_lm(fresh=True, chat_template="template.jinja").chat.inputs([ChatPrompt([])])
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "config.json", "model"])

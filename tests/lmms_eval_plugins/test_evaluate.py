@@ -6,10 +6,8 @@ import os
 import shutil
 import signal
 import threading
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -122,15 +120,6 @@ def test_cut_cell_is_computed_again(finished, tmp_path, capsys):
     assert len(samples.read_text().splitlines()) == 2
 
 
-def test_a_damaged_neighbour_fails_nothing_and_is_named(finished, tmp_path, capsys):
-    folder = copy_of(finished, tmp_path)
-    (folder / "full-1-limit=2" / "results.json").write_text("[]")
-    assert evaluate.main([*FOUR[:2], "knorm", "0.2", "--limit", "2"]) == 0
-    assert "left out: " in capsys.readouterr().err
-    assert "| full |" not in (folder / "report-limit=2.md").read_text()
-    assert "| knorm |" in (folder / "report-limit=2.md").read_text()
-
-
 def test_a_disk_that_is_full_is_found_before_the_model_is_loaded(monkeypatch, capsys):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -165,23 +154,6 @@ def test_three_identical_runs_at_once_end_well(tmp_path):
     table = (folder / "report-limit=4.md").read_text()
     assert "| full |" in table
     assert "| snapkv |" in table
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_ranks_with_one_line(number):
-    run = start("evaluate", *FOUR, "--limit", "400", NUM_PROCESSES="2")
-    while not list(Path("results").rglob(".unfinished-*")):
-        assert run.poll() is None
-        time.sleep(0.1)
-    ranks = psutil.Process(run.pid).children(recursive=True)
-    assert len(ranks) >= 2
-    run.send_signal(number)
-    _, error = run.communicate(timeout=60)
-    assert run.returncode == 128 + number
-    assert error.count("error: ") == 1
-    assert not any(rank.is_running() for rank in ranks)
-    assert not list(Path("results").rglob(".unfinished-*"))
 
 
 @pytest.mark.parametrize(
@@ -314,10 +286,3 @@ def test_two_ranks_give_the_scores_and_measurements_of_one(tmp_path, tensor_para
         share = 0.5 if tensor_parallel else 1.0
         of_one, of_two = (run["efficiency"]["kv_bytes_prompt"]["median"] for run in (one, two))
         assert of_two == pytest.approx(share * of_one, rel=0.01)
-
-
-@pytest.mark.slow
-def test_failure_on_ranks_ends_with_a_non_zero_code():
-    argv = [*FOUR, "--limit", "2", "--gen_kwargs", "cache_implementation=none"]
-    assert ended("evaluate", *argv, NUM_PROCESSES="2")[0] != 0
-    assert not list(Path("results").rglob("results.json"))

@@ -21,7 +21,6 @@ from lmms_eval_plugins.model.answering import Answering
 from lmms_eval_plugins.tasks.judges import judges_keys
 from lmms_eval_plugins.tiny_vlm import dataset
 from tests import official_tasks_page
-from tests.support.evaluation import ended
 from tests.support.official_runs import run
 from tests.support.official_tasks import local_data, official_tasks
 
@@ -275,21 +274,6 @@ def test_the_other_tasks_of_a_list_run_and_the_failed_one_is_named_at_the_end(ju
     assert not Path("results/judged").exists()
 
 
-@pytest.mark.slow
-def test_two_processes_evaluate_the_other_tasks_of_a_list_and_name_the_failed_one(judged, monkeypatch):
-    """Its scorer fails after the answers, in which both took part."""
-    monkeypatch.setenv("SCORER", "broken")
-    code, said = ended("evaluate", "judged,tiny_textvqa_color", *JUDGED, NUM_PROCESSES="2")
-    assert code == 1, said
-    assert "task judged is left out, the others continue" in said
-    last = said.strip().splitlines()[-1]
-    assert last.startswith("error: 1 task(s) without results: judged (judged: scoring failed: KeyError: 'colour'")
-    results, samples = read(Path("results/tiny_textvqa_color/tiny/full-1-limit=2"))
-    assert results["environment"]["processes"] == 2
-    assert len(samples) == 2
-    assert Path("results/tiny_textvqa_color/tiny/report-limit=2.md").is_file()
-
-
 def test_a_missing_or_damaged_video_is_named(tmp_path, capsys):
     clip = tmp_path / "hf/videomme/data/clip1.mp4"
     for damage, said in ((clip.unlink, "missing"), (lambda: clip.write_bytes(b"not a video"), "damaged")):
@@ -300,22 +284,6 @@ def test_a_missing_or_damaged_video_is_named(tmp_path, capsys):
         assert error.strip().splitlines()[-1].startswith(f"error: videomme: a file of its data is {said}: ")
         assert "clip1.mp4" in error
         assert "Traceback" not in error
-
-
-@pytest.mark.slow
-def test_two_processes_on_a_cpu_answer_questions_about_videos_as_one_does(tmp_path):
-    """Each takes its share, and the scores are those of one."""
-    with local_data(tmp_path, "videomme"):
-        answers = []
-        for processes in ("1", "2"):
-            argv = ["videomme", *ARGUMENTS, "--output_path", processes, "dtype=float32"]
-            code, said = ended("evaluate", *argv, NUM_PROCESSES=processes)
-            assert code == 0, said
-            (cell,) = Path(processes, "videomme", "tiny").glob("full*")
-            results, samples = read(cell)
-            assert results["environment"]["processes"] == int(processes)
-            answers.append([sample["answers"] for sample in samples])
-        assert answers[0] == answers[1]
 
 
 @pytest.mark.slow

@@ -142,13 +142,8 @@ def completion(text: str | None, **more) -> dict:
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
     usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
     return {
-        "id": "x",
-        "object": "chat.completion",
-        "created": 1,
-        "model": "o1",
-        "choices": [choice],
-        "usage": usage,
-    } | more
+        "id": "x", "object": "chat.completion", "created": 1, "model": "o1", "choices": [choice], "usage": usage,
+    } | more  # fmt: skip
 
 
 def request(number: int, **kwargs) -> Instance:

@@ -193,7 +193,7 @@ def test_a_task_of_a_list_whose_data_is_damaged_is_left_out(capsys):
         ("configs", "x", "configs is 'x'", 0),
         ("group_subtasks", {"tiny_textvqa": 7}, "group_subtasks.tiny_textvqa is 7", 4),
         ("metric_tokens", True, "metric_tokens is True", 6),
-        ("results", {"tiny_textvqa": None}, "results.tiny_textvqa is None", 0),
+        ("results", {"tiny_textvqa": None}, "results.tiny_textvqa is None", 1),
         ("efficiency", {"tpot_s": {"median": "\x1b[31m"}}, "efficiency.tpot_s.median is '\\x1b[31m'", 4),
         ("environment", {"processes": " "}, "environment.processes is ' '", 6),
     ],

@@ -145,14 +145,9 @@ class LayerInput:
 def make_model(name: str, layers: int) -> PreTrainedModel:
     """A random model whose attention is peaked: with the usual initialisation it is flat."""
     sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": HEADS * HEAD_DIM,
-        "intermediate_size": 96,
-        "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-    }
+        "vocab_size": VOCAB, "hidden_size": HEADS * HEAD_DIM, "intermediate_size": 96, "num_hidden_layers": layers,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+    }  # fmt: skip
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**sizes)) if name == "qwen2" else LlamaForCausalLM(LlamaConfig(**sizes))
     for parameter_name, weight in model.named_parameters():

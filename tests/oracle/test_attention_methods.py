@@ -1,5 +1,5 @@
-"""Attention methods, their layer budgets and EffiVLM-Bench's variants against plain references: float64, the full
-attention matrix, loops; row by row, written from the papers' formulas."""
+"""What no recording of the authors' code shows of attention methods and layer budgets, against plain references:
+float64, the full attention matrix, loops; row by row, written from the papers' formulas."""
 
 import dataclasses
 import math
@@ -31,42 +31,9 @@ def attention(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return (q @ k.T * SCALING).masked_fill(hidden, -INF).softmax(-1)
 
 
-def pooled(votes: torch.Tensor, kernel: int, mode: str) -> torch.Tensor:
-    """votes (length,), zeros beyond both ends."""
-    half, values = kernel // 2, votes.tolist()
-    around = [
-        [values[j] if 0 <= j < len(values) else 0.0 for j in range(i - half, i + half + 1)] for i in range(len(values))
-    ]
-    return torch.tensor([sum(x) / kernel if mode == "avg" else max(x) for x in around], dtype=torch.float64)
-
-
 def recent_first(scores: torch.Tensor, recent: int) -> list[float]:
     """In fp32, as the library scores, and the last `recent` tokens above all."""
     return [*scores.float().tolist()[: max(len(scores) - recent, 0)], *[INF] * min(recent, len(scores))]
-
-
-@reference_test
-@given(layer=layers(), recent=st.sampled_from([0.0, 0.3, 0.5, 1.0]))
-def test_h2o_keeps_recent_tokens_and_the_largest_sums_over_all_queries(layer, recent):
-    def reference(q, k, v, budget):
-        return best(recent_first(attention(q, k).sum(1).mean(0), int(recent * budget)), budget)
-
-    check(kvcompress.make_cluster("h2o", recent=recent), layer, reference)
-
-
-@reference_test
-@given(layer=layers(), window=st.sampled_from([1, 2, 8, 64]), gamma=st.sampled_from([0.0, 2.0, 200.0]))
-def test_cake_keeps_window_and_what_is_attended_to_much_or_changingly(layer, window, gamma):
-    def reference(q, k, v, budget):
-        w = min(window, len(k))
-        seen = attention(q, k)[:, len(k) - w :, : len(k) - w]
-        scores = torch.zeros(len(k) - w, dtype=torch.float64)
-        for head in seen:
-            variance = head.var(0) if w > 1 and len(k) > w else torch.zeros_like(scores)
-            scores += pooled(head.mean(0) + gamma * variance, 5, "avg") / len(seen)
-        return best([*scores.float().tolist(), *[INF] * w], budget)
-
-    check(kvcompress.make_cluster("cake", window_size=window, gamma=gamma), layer, reference)
 
 
 def test_cake_s_variance_is_that_of_a_row_alone_beside_a_short_row():
@@ -116,7 +83,8 @@ def test_rkv_keeps_important_tokens_that_are_not_repeated(layer, window, balance
     def reference(q, k, v, budget):
         w = min(window, len(k))
         logits = (q[:, len(k) - w :] @ k[: len(k) - w].T * SCALING).amax(0)  # (queries, keys before the window)
-        importance = pooled(logits.softmax(-1).mean(0), 7, "max")
+        votes = logits.softmax(-1).mean(0).tolist()
+        importance = torch.tensor([max(votes[max(i - 3, 0) : i + 4]) for i in range(len(votes))], dtype=torch.float64)
         unit = k / k.norm(dim=-1, keepdim=True)
         likeness = unit @ unit.T
         likeness.fill_diagonal_(0)
@@ -132,16 +100,6 @@ def test_rkv_keeps_important_tokens_that_are_not_repeated(layer, window, balance
     check(kvcompress.make_cluster("r-kv", **options), layer, reference)
 
 
-def test_rkv_keeps_the_latest_of_tokens_that_repeat_each_other():
-    torch.manual_seed(0)
-    keys = torch.eye(12)[None, None] + 0.01 * torch.randn(1, 1, 12, 12)
-    keys[0, 0, [5, 8]] = keys[0, 0, 2].clone()
-    prompt = kvcompress.Prompt(0, 1, [12], [10], 1.0)
-    cluster = kvcompress.make_cluster("r-kv", window_size=1, balance=0.0)
-    kept = cluster.update_kv(torch.zeros_like(keys), keys, keys, prompt).indices[0, 0].tolist()
-    assert sorted(set(range(12)) - set(kept)) == [2, 5]
-
-
 @reference_test
 @given(layer=layers(), sinks=st.sampled_from([0, 4]), variant=st.sampled_from(["code", "paper"]))
 def test_d2o_keeps_sinks_recent_tokens_and_heavy_hitters(layer, sinks, variant):
@@ -154,58 +112,6 @@ def test_d2o_keeps_sinks_recent_tokens_and_heavy_hitters(layer, sinks, variant):
     queries, keys, values, prompt = layer
     unmerged = dataclasses.replace(prompt, settings=Settings(merge="none"))
     check(kvcompress.make_cluster("d2o", sinks=sinks, variant=variant), (queries, keys, values, unmerged), reference)
-
-
-@reference_test
-@given(layer=layers(), window=st.sampled_from([1, 3, 64]), fusion=st.sampled_from(["max", "sum"]))
-def test_morphkv_keeps_window_and_what_its_queries_attend_to_among_the_older(layer, window, fusion):
-    def reference(q, k, v, budget):
-        older = len(k) - min(window, len(k))
-        rows = [(k[:older] @ q[:, query].sum(0) * SCALING).softmax(0) for query in range(older, len(k))]
-        votes = torch.stack(rows)
-        votes = votes.sum(0) if fusion == "sum" else votes.max(0).values if older else votes[0]
-        return best(recent_first(torch.cat([votes, votes.new_zeros(len(k) - older)]), len(k) - older), budget)
-
-    check(kvcompress.make_cluster("morphkv", window_size=window, fusion=fusion), layer, reference)
-
-
-@reference_test
-@given(layer=layers(), window=st.sampled_from([1, 3, 64]), kernel=st.sampled_from([1, 7]))
-def test_lava_scores_are_pooled_attention_times_the_largest_value_and_layers_go_by_their_entropy(layer, window, kernel):
-    queries, keys, values, prompt = layer
-    groups = queries.shape[1] // keys.shape[1]
-    scores = kvcompress.make_cluster("lava", window_size=window, kernel_size=kernel).score(*layer)
-    entropies = layer_budget("lava").measure(queries, keys, values, scores, prompt)
-    for row, weights in enumerate(rows(layer)):
-        length = weights.shape[1]
-        first, older = keys.shape[2] - length, length - min(window, length)
-        expected = []
-        for head in range(keys.shape[1]):
-            seen = weights[head * groups : (head + 1) * groups, older:, :older].mean(1)
-            votes = torch.stack([pooled(each, kernel, "max") for each in seen]).max(0).values
-            norms = [float(value.abs().sum()) for value in values[row, head, first : first + older]]
-            expected.append(votes * max(norms, default=0.0))
-            assert scores[row, head, first + older :].isposinf().all()
-        expected = torch.stack(expected)
-        torch.testing.assert_close(scores[row, :, first : first + older].double(), expected, rtol=1e-4, atol=1e-6)
-        shares = [float(share / expected.sum()) for share in expected.flatten()]
-        entropy = -sum(share * math.log(share) for share in shares if share) / math.log(max(len(shares), 2))
-        assert float(entropies[row]) == pytest.approx(entropy, abs=1e-4)
-
-
-@reference_test
-@given(layer=layers(), window=st.sampled_from([1, 3, 64]), normalize=st.booleans())
-def test_finch_keeps_window_and_what_its_queries_attend_to_times_the_keys_before_them(layer, window, normalize):
-    def reference(q, k, v, budget):
-        older = len(k) - min(window, len(k))
-        votes = torch.zeros(len(k), dtype=torch.float64)
-        for weights in attention(q, k):
-            for query in range(older, len(k)):
-                votes += weights[query] * (query if normalize else 1) / len(q) / min(window, keys.shape[2])
-        return best(recent_first(votes, len(k) - older), budget)
-
-    keys = layer[1]
-    check(kvcompress.make_cluster("finch", window_size=window, normalize=normalize), layer, reference)
 
 
 # -- layer budgets
@@ -320,37 +226,6 @@ def test_a_lazy_layer_gives_three_quarters_of_its_share_to_the_others():
 
 
 # -- the variants of EffiVLM-Bench: a tenth of the budget, at least one token, is the window
-
-
-@reference_test
-@given(layer=layers())
-def test_effivlm_streamingllm_keeps_first_tokens_and_a_tenth_of_recent_ones(layer):
-    def reference(q, k, v, budget):
-        window = max(1, int(0.1 * budget))
-        return {*range(budget - window), *range(len(k) - window, len(k))}
-
-    check(kvcompress.make_cluster("streamingllm", variant="effivlm"), layer, reference)
-
-
-@reference_test
-@given(layer=layers())
-def test_effivlm_h2o_sums_over_queries_and_query_heads_and_keeps_a_tenth_of_recent_ones(layer):
-    def reference(q, k, v, budget):
-        return best(recent_first(attention(q, k).sum((0, 1)) / len(q), max(1, int(0.1 * budget))), budget)
-
-    check(kvcompress.make_cluster("h2o", variant="effivlm"), layer, reference)
-
-
-@pytest.mark.parametrize("method", ["snapkv", "pyramidkv"])
-@reference_test
-@given(layer=layers(), kernel=st.sampled_from([1, 5]))
-def test_effivlm_snapkv_observes_with_a_tenth_of_the_budget(method, layer, kernel):
-    def reference(q, k, v, budget):
-        w = min(max(1, int(0.1 * budget)), len(k))
-        votes = attention(q, k)[:, len(k) - w :, : len(k) - w].sum((0, 1)) / (len(q) * w)
-        return best([*pooled(votes, kernel, "avg").float().tolist(), *[INF] * w], budget)
-
-    check(kvcompress.make_cluster(method, variant="effivlm", kernel_size=kernel), layer, reference)
 
 
 def test_effivlm_random_keeps_the_last_tenth():

@@ -12,15 +12,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 QWEN_SPECIALS = [
-    "<pad>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<eos>",
-    "<unk>",
-    "<7>",
-]
+    "<pad>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<eos>", "<unk>", "<7>",
+]  # fmt: skip
 
 
 def character_tokenizer(specials: list[str], **named: str) -> PreTrainedTokenizerFast:

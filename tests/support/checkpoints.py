@@ -64,12 +64,9 @@ def save_checkpoint(family: str, folder: Path) -> str:
     (FAMILIES | MORE_FAMILIES)[family].build().save_pretrained(folder)
     if family == "internvl":
         tokenizer = character_tokenizer(
-            INTERNVL_SPECIALS,
-            start_image_token="<img>",
-            end_image_token="</img>",
-            context_image_token="<IMG_CONTEXT>",
+            INTERNVL_SPECIALS, start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>",
             video_token="<video>",
-        )
+        )  # fmt: skip
         size = {"height": INTERNVL_IMAGE, "width": INTERNVL_IMAGE}
         processor = InternVLProcessor(
             image_processor=GotOcr2ImageProcessor(size=size, crop_to_patches=False),
@@ -100,13 +97,9 @@ def save_checkpoint(family: str, folder: Path) -> str:
             "llava-next": (LlavaNextProcessor, LlavaNextImageProcessor(**size, image_grid_pinpoints=tiles)),
         }[family]
         processor = cls(
-            image_processor=image_processor,
-            tokenizer=character_tokenizer(QWEN_SPECIALS),
-            patch_size=SMALL_IMAGE // 2,
-            vision_feature_select_strategy="default",
-            num_additional_image_tokens=1,
-            image_token="<|image_pad|>",
-        )
+            image_processor=image_processor, tokenizer=character_tokenizer(QWEN_SPECIALS), patch_size=SMALL_IMAGE // 2,
+            vision_feature_select_strategy="default", num_additional_image_tokens=1, image_token="<|image_pad|>",
+        )  # fmt: skip
         media = "<|image_pad|>"
     elif family == "llava-next-video":
         size = {"size": {"shortest_edge": LLAVA_TILE}, "crop_size": LLAVA_TILE}

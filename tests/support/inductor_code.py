@@ -37,13 +37,9 @@ NEW = 8
 
 def config(layers: int) -> Qwen2Config:
     return Qwen2Config(
-        vocab_size=512,
-        hidden_size=896,
-        intermediate_size=512,
-        num_hidden_layers=layers,
-        num_attention_heads=14,
+        vocab_size=512, hidden_size=896, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=14,
         num_key_value_heads=2,
-    )
+    )  # fmt: skip
 
 
 class AsOnCuda(StaticStorage):
@@ -152,12 +148,9 @@ def inductor_code(graph: torch.fx.GraphModule, inputs: list) -> str:
 
     GraphLowering.compile_to_module = stop
     options = {
-        "compile_threads": 1,
-        "fx_graph_cache": False,
-        "joint_graph_constant_folding": False,
-        "triton.cudagraphs": True,
+        "compile_threads": 1, "fx_graph_cache": False, "joint_graph_constant_folding": False, "triton.cudagraphs": True,
         "triton.autotune_at_compile_time": False,
-    }
+    }  # fmt: skip
     try:
         with torch.no_grad(), torch._inductor.config.patch(options):
             compile_fx.compile_fx(graph, inputs)

@@ -13,27 +13,13 @@ from lmms_eval_plugins.model import llava_next
 
 TOWER = "tiny-siglip"  # instead of a tower on the hub
 TOWER_SETTINGS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "image_size",
-    "patch_size",
-)
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size",
+)  # fmt: skip
 TEXT_SETTINGS = (
-    "bos_token_id",
-    "eos_token_id",
-    "hidden_act",
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "tie_word_embeddings",
+    "bos_token_id", "eos_token_id", "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings",
+    "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings",
     "vocab_size",
-)
+)  # fmt: skip
 
 
 def original_name(name: str) -> str:

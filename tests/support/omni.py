@@ -31,14 +31,9 @@ CHAT_TEMPLATE = (
 )
 HIDDEN, MEL, CODES = 64, 8, 72
 MEDIA_IDS = {
-    "audio_token_index": 1,
-    "image_token_index": 2,
-    "video_token_index": 3,
-    "audio_start_token_id": 4,
-    "audio_end_token_id": 5,
-    "vision_start_token_id": 6,
-    "vision_end_token_id": 7,
-}
+    "audio_token_index": 1, "image_token_index": 2, "video_token_index": 3, "audio_start_token_id": 4,
+    "audio_end_token_id": 5, "vision_start_token_id": 6, "vision_end_token_id": 7,
+}  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 PARTS = ("thinker", "talker")
 CODE_S = 480 / 24_000  # a codec token is two frames of 240 samples
@@ -64,74 +59,33 @@ def tiny_config() -> Qwen2_5OmniConfig:
     return Qwen2_5OmniConfig(
         thinker_config={
             "text_config": {
-                "vocab_size": 128,
-                "hidden_size": HIDDEN,
-                "intermediate_size": 96,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "rope_parameters": ROPE,
-                "tie_word_embeddings": False,
-                "pad_token_id": 0,
+                "vocab_size": 128, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 2,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": ROPE,
+                "tie_word_embeddings": False, "pad_token_id": 0,
             },
             "vision_config": {
-                "depth": 2,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_heads": 2,
-                "window_size": 56,
-                "fullatt_block_indexes": [1],
-                "out_hidden_size": HIDDEN,
+                "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "window_size": 56,
+                "fullatt_block_indexes": [1], "out_hidden_size": HIDDEN,
             },
             "audio_config": {
-                "num_mel_bins": 16,
-                "encoder_layers": 2,
-                "encoder_attention_heads": 2,
-                "encoder_ffn_dim": 64,
-                "d_model": 32,
-                "n_window": 10,
-                "output_dim": HIDDEN,
-                "max_source_positions": 300,
+                "num_mel_bins": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64,
+                "d_model": 32, "n_window": 10, "output_dim": HIDDEN, "max_source_positions": 300,
             },
             **MEDIA_IDS,
         },
         talker_config={
-            "vocab_size": CODES,
-            "tts_text_start_token_id": 8,
-            "tts_text_end_token_id": 9,
-            "tts_text_pad_token_id": 10,
-            "tts_codec_pad_token_id": 65,
-            "tts_codec_start_token_id": 66,
-            "tts_codec_end_token_id": 67,
-            "tts_codec_mask_token_id": 68,
-            "embedding_size": HIDDEN,
-            "hidden_size": 48,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "rope_parameters": ROPE,
-            **MEDIA_IDS,
+            "vocab_size": CODES, "tts_text_start_token_id": 8, "tts_text_end_token_id": 9, "tts_text_pad_token_id": 10,
+            "tts_codec_pad_token_id": 65, "tts_codec_start_token_id": 66, "tts_codec_end_token_id": 67,
+            "tts_codec_mask_token_id": 68, "embedding_size": HIDDEN, "hidden_size": 48, "intermediate_size": 64,
+            "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16,
+            "rope_parameters": ROPE, **MEDIA_IDS,
         },
         token2wav_config={
             "dit_config": {
-                "hidden_size": 32,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "head_dim": 16,
-                "emb_dim": 16,
-                "num_embeds": CODES,
-                "mel_dim": MEL,
-                "enc_emb_dim": 8,
-                "enc_dim": 8,
-                "enc_channels": [16, 16, 16, 16, 48],
-                "enc_attention_channels": 8,
-                "enc_res2net_scale": 2,
-                "enc_se_channels": 8,
-                "look_ahead_layers": [1],
-                "look_backward_layers": [0],
-                "block_size": 4,
+                "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16, "emb_dim": 16,
+                "num_embeds": CODES, "mel_dim": MEL, "enc_emb_dim": 8, "enc_dim": 8,
+                "enc_channels": [16, 16, 16, 16, 48], "enc_attention_channels": 8, "enc_res2net_scale": 2,
+                "enc_se_channels": 8, "look_ahead_layers": [1], "look_backward_layers": [0], "block_size": 4,
             },
             "bigvgan_config": {
                 "mel_dim": MEL,
@@ -140,7 +94,7 @@ def tiny_config() -> Qwen2_5OmniConfig:
                 "resblock_dilation_sizes": [[1, 3, 5]],
             },
         },
-    )
+    )  # fmt: skip
 
 
 def tiny_processor() -> Qwen2_5OmniProcessor:
@@ -156,14 +110,11 @@ def tiny_processor() -> Qwen2_5OmniProcessor:
         video_processor=Qwen2VLVideoProcessor(size=size),
         feature_extractor=WhisperFeatureExtractor(feature_size=16, chunk_length=4, return_attention_mask=True),
         tokenizer=PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            pad_token="<pad>",
-            eos_token="<eos>",
-            unk_token="<unk>",
+            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
             extra_special_tokens=named,
         ),
         chat_template=CHAT_TEMPLATE,
-    )
+    )  # fmt: skip
 
 
 @torch.no_grad()

@@ -104,15 +104,10 @@ def wrong_yaml(rng: random.Random, content: bytes) -> tuple[str, bytes]:
     if kind == "line":
         lines[number] = rng.choice(
             [
-                "\t" + lines[number],
-                "- " + lines[number],
-                "",
-                "? [a\n",
-                "*nobody\n",
-                "a: !!python/name:os.system\n",
+                "\t" + lines[number], "- " + lines[number], "", "? [a\n", "*nobody\n", "a: !!python/name:os.system\n",
                 "%x\n",
             ]
-        )
+        )  # fmt: skip
         return f"line {number}: {lines[number]!r:.40}", "".join(lines).encode()
     if kind == "twice":
         return f"line {number} twice", "".join([*lines[: number + 1], *lines[number:]]).encode()

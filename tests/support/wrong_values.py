@@ -8,23 +8,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 LONG = "a" * 5000
 # None of these is a number, a valid name, or an existing folder.
 NOTHING = [
-    "",
-    " ",
-    "nan",
-    "inf",
-    "-inf",
-    "1e999",
-    "9" * 5000,
-    "٣",
-    "1_000",
-    "0x10",
-    "1,5",
-    "'",
-    "]",
-    "\n",
-    "a\x00b",
-    LONG,
-]
+    "", " ", "nan", "inf", "-inf", "1e999", "9" * 5000, "٣", "1_000", "0x10", "1,5", "'", "]", "\n", "a\x00b", LONG,
+]  # fmt: skip
 UNPRINTABLE = ["", " ", "a\x00b", "\x1b[31m", "a\nb"]
 
 

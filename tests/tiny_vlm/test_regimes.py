@@ -17,14 +17,13 @@ from lmms_eval_plugins.tiny_vlm.dataset import COLOR, HEADLINE
 from lmms_eval_plugins.tiny_vlm.questions import POST_PROMPT
 from lmms_eval_plugins.tiny_vlm.regimes import file_of, read_prompts
 from tiny_vlm import packing, signs
-from tiny_vlm.editions import DRAWN, EDITIONS, Mixture, MixtureData, Part
+from tiny_vlm.editions import DRAWN, EDITIONS, MixtureData
 from tiny_vlm.modeling import build_model, build_processor, build_tokenizer, insert_layer
 from tiny_vlm.pack import in_turn, pack
 from tiny_vlm.packing import Packer, packed_forward
 from tiny_vlm.regimes import KINDS, REGIMES, WORDS, needle, read_all
 from tiny_vlm.regimes.dataset import draw_prompts, table_of
 from tiny_vlm.regimes.words import ORDINALS
-from tiny_vlm.train import Trainer
 
 SMALL = {  # what keeps a forward pass short
     "read_all": {"signs": (2, 3), "tokens": (5, 40)},
@@ -258,42 +257,6 @@ def test_batches_of_a_mixture_are_of_one_size_and_within_the_models_positions(st
 
 
 # -- trained
-
-SHORT = (
-    Mixture("frames", 1, (Part("packed_frame", 60), Part("packed_picture", 200)), tower_scale=1.0),
-    Mixture(
-        "short",
-        2,
-        (
-            Part("needle", 60, 2, {"tokens": (60, 60)}),
-            Part("video", 100, 2, {"frames": (8, 8), "signs": (3, 3)}),
-        ),
-        post_prompt_share=0.5,
-        inserts=3,
-    ),
-)
-
-
-@pytest.mark.slow
-def test_training_on_mixtures_that_was_cut_after_every_step_ends_with_the_same_weights(tmp_path, tokenizer):
-    def trainer(name):
-        (tmp_path / name).mkdir(exist_ok=True)
-        return Trainer(tmp_path / name, SHORT, 0, torch.device("cpu"), 0, tokenizer)
-
-    whole = trainer("whole")
-    assert whole.run(deadline=float("inf"))
-    for _ in range(4):
-        cut = trainer("cut")
-        if cut.state_file.exists():
-            cut.resume()
-        if cut.run(deadline=0.0):
-            break
-    else:
-        pytest.fail("three steps, one at a time, did not finish")
-    expected = dict(whole.model.named_parameters())
-    assert all(torch.equal(value, expected[name]) for name, value in cut.model.named_parameters())
-    with pytest.raises(ValueError, match=f"{len(tokenizer)} tokens"):
-        Trainer(tmp_path / "cut", SHORT, 0, torch.device("cpu"), 0).resume()
 
 
 def test_a_layer_that_is_inserted_changes_nothing_at_first(tokenizer):

@@ -22,11 +22,12 @@ from lmms_eval_plugins.tiny_vlm.questions import POST_PROMPT
 from tiny_vlm import signs, train
 from tiny_vlm.curriculum import STAGES, Stage, StageData
 from tiny_vlm.dataset import compress_image, textvqa_table
-from tiny_vlm.editions import EDITIONS, scaled
+from tiny_vlm.editions import EDITIONS, Mixture, Part, scaled
 from tiny_vlm.examples import draw_examples, draw_shared
 from tiny_vlm.export import export
 from tiny_vlm.modeling import IMAGE_TOKENS, build_model, build_processor, build_tokenizer
 from tiny_vlm.packing import IGNORED, Packer, packed_forward
+from tiny_vlm.regimes import WORDS
 from tiny_vlm.signs import COLOR_KIND, GRID, HEADLINE_KINDS, PATCH, SIDE
 from tiny_vlm.train import Trainer
 
@@ -200,23 +201,46 @@ SHORT_STAGES = (
 )
 
 
-def short_trainer(out: Path, seed: int = 0, stages=SHORT_STAGES) -> Trainer:
+SHORT_MIXTURES = (
+    Mixture("frames", 1, (Part("packed_frame", 60), Part("packed_picture", 200)), tower_scale=1.0),
+    Mixture(
+        "short",
+        2,
+        (
+            Part("needle", 60, 2, {"tokens": (60, 60)}),
+            Part("video", 100, 2, {"frames": (8, 8), "signs": (3, 3)}),
+        ),
+        post_prompt_share=0.5,
+        inserts=3,
+    ),
+)
+
+
+def short_trainer(out: Path, seed: int = 0, stages=SHORT_STAGES, tokenizer=None) -> Trainer:
     out.mkdir(exist_ok=True)
-    return Trainer(out, stages, seed, torch.device("cpu"), workers=0)
+    return Trainer(out, stages, seed, torch.device("cpu"), workers=0, tokenizer=tokenizer)
 
 
-def test_training_that_was_cut_after_every_step_ends_with_the_same_weights(tmp_path):
-    stages = tuple(replace(stage, steps=steps) for stage, steps in zip(SHORT_STAGES, (1, 2, 1), strict=True))
-    whole = short_trainer(tmp_path / "whole", stages=stages)
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        (tuple(replace(stage, steps=steps) for stage, steps in zip(SHORT_STAGES, (1, 2, 1), strict=True)), None),
+        pytest.param(SHORT_MIXTURES, WORDS, marks=pytest.mark.slow),
+    ],
+    ids=["stages", "mixtures"],
+)
+def test_training_that_was_cut_after_every_step_ends_with_the_same_weights(tmp_path, stages, words):
+    tokenizer = words and build_tokenizer(words, 8192)
+    whole = short_trainer(tmp_path / "whole", stages=stages, tokenizer=tokenizer)
     assert whole.run(deadline=float("inf"))
     for _ in range(5):
-        cut = short_trainer(tmp_path / "cut", stages=stages)
+        cut = short_trainer(tmp_path / "cut", stages=stages, tokenizer=tokenizer)
         if cut.state_file.exists():
             cut.resume()
         if cut.run(deadline=0.0):
             break
     else:
-        pytest.fail("four steps, one at a time, did not finish")
+        pytest.fail("at most four steps, one at a time, did not finish")
     expected = dict(whole.model.named_parameters())
     assert all(torch.equal(value, expected[name].float()) for name, value in cut.model.named_parameters())
     whole_log, cut_log = (
@@ -267,10 +291,12 @@ def test_the_training_command_takes_the_device_that_is_there(tmp_path, monkeypat
     assert made[0][3] == torch.device("cpu")
 
 
-def test_training_does_not_continue_what_another_recipe_began(tmp_path):
+def test_training_does_not_continue_what_another_recipe_began(tmp_path, tokenizer):
     short_trainer(tmp_path).run(deadline=0.0)
     with pytest.raises(ValueError, match="seed 0"):
         short_trainer(tmp_path, seed=1).resume()
+    with pytest.raises(ValueError, match=f"{len(tokenizer)} tokens"):
+        short_trainer(tmp_path, tokenizer=build_tokenizer(WORDS, 8192)).resume()
     longer = (replace(SHORT_STAGES[0], steps=3), *SHORT_STAGES[1:])
     with pytest.raises(ValueError, match="another --out"):
         short_trainer(tmp_path, stages=longer).resume()

@@ -50,14 +50,6 @@ def test_official_task_runs_from_a_local_data_folder(data_root):
     assert len(samples) == 2
 
 
-def test_damaged_data_is_one_line(data_root, capsys):
-    (file,) = data_root.rglob("*.parquet")
-    file.write_bytes(file.read_bytes()[:2000])
-    assert evaluate.main(["textvqa_val", *FOUR[1:]]) == 1
-    assert "the data of task 'textvqa_val' could not be loaded" in error_line(capsys)
-    assert not Path("results").exists()
-
-
 @pytest.mark.parametrize(
     ("error", "said"),
     [

@@ -95,19 +95,11 @@ def without_attention(model):
 CASES = [
     (name, size)
     for name in (
-        "llava",
-        "llava-next",
-        "llava-onevision",
-        "llava-onevision-pooled",
-        "internvl",
-        "qwen2-vl",
-        "qwen2.5-vl",
-        "qwen3-vl",
-        "qwen3.5",
-        "glm4v",
+        "llava", "llava-next", "llava-onevision", "llava-onevision-pooled", "internvl", "qwen2-vl", "qwen2.5-vl",
+        "qwen3-vl", "qwen3.5", "glm4v",
     )
     for size in ((120, 80), (60, 150))
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "size"), CASES, ids=[f"{name}-{w}x{h}" for name, (w, h) in CASES])

@@ -146,23 +146,6 @@ def test_every_cell_runs_on_the_one_loaded_model_and_its_rows_say_what_was_kept(
     assert len({tuple(answer) for answer in answers.values()}) > 1  # the compressed cache is what is decoded from
 
 
-def test_a_video_in_chunks_is_the_one_in_one_piece_and_keeps_its_budget(lm, video):
-    docs = [{"text": "what happens?", "videos": [video]}]
-    decoder, passes, answers = kvcompress.hooks.model.text_decoder(lm.model), [], []
-    handle = decoder.register_forward_hook(lambda module, args, output: passes.append(output[0].shape[1]))
-    for cell in ({}, {"method": "snapkv", "ratio": 1.0}, {"method": "infinipot-v", "budget": 40}):
-        lm.set_cell(**cell, **({"prefill_chunk": 64} if cell else {}))
-        lm.reset_rows()
-        passes.clear()
-        answers.append(texts(lm.generate_until(requests(lm, docs))))
-        (row,) = lm.rows
-        assert max(passes) == (64 if cell else row["tokens_in"])
-    handle.remove()
-    assert answers[0] == answers[1] != answers[2]
-    assert row["tokens_in"] > 3 * 64
-    assert row["realised_ratio"] == pytest.approx([40 / row["tokens_in"]] * 5)
-
-
 def test_rows_hold_every_field_and_go_to_json(lm):
     lm.generate_until(requests(lm, [{"text": "what?", "images": [image(0)]}], task="t"))
     (row,) = json.loads(json.dumps(lm.rows))
@@ -339,18 +322,12 @@ def lmms_eval(tmp_path, *launcher: str, more: str = "") -> tuple[dict, list[dict
 
 
 @pytest.mark.slow
-def test_the_plain_lmms_eval_command_writes_scores_averages_and_rows(tmp_path):
-    results, rows = lmms_eval(tmp_path)
-    assert results["results"]["tiny_textvqa"]["exact_match,none"] >= 0
+def test_the_plain_lmms_eval_command_writes_averages_and_two_ranks_give_its_scores_and_rows(tmp_path):
+    one, rows = lmms_eval(tmp_path / "one")
     assert [row["doc_id"] for row in rows] == list(range(6))
-    assert results["throughput"]["avg_realised_ratio"] == pytest.approx(0.2, abs=0.01)
-    assert results["throughput"]["avg_ttft_s"] > 0
-    assert results["efficiency"]["overall"]["total_input_tokens"] == sum(row["tokens_in"] for row in rows)
-
-
-@pytest.mark.slow
-def test_two_ranks_give_the_scores_of_one_and_the_rows_of_both(tmp_path):
-    one, _ = lmms_eval(tmp_path / "one")
+    assert one["throughput"]["avg_realised_ratio"] == pytest.approx(0.2, abs=0.01)
+    assert one["throughput"]["avg_ttft_s"] > 0
+    assert one["efficiency"]["overall"]["total_input_tokens"] == sum(row["tokens_in"] for row in rows)
     launcher = ("torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29641", "-m")
     for name, more in (("two", ""), ("exchanged", ",prefix_cache_gb=1")):
         two, rows = lmms_eval(tmp_path / name, *launcher, more=more)

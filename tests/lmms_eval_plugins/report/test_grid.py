@@ -64,18 +64,6 @@ def test_headroom_stands_where_random_and_hindsight_have_the_same_ratio(grid, ca
     assert "50 [" in re.search(r"knorm.*0\.25.*", command(capsys, grid[0])[1])[0]
 
 
-def test_damaged_cells_are_left_out_and_named(grid, capsys):
-    (grid[0] / "knorm-0.5" / "results.json").write_text("null")
-    (grid[0] / "snapkv-0.25" / "samples.jsonl").write_text("")
-    code, text, error = command(capsys, *grid, "--json")
-    assert (code, len(json.loads(text)["cells"])) == (0, 4)
-    assert [line.split(": ")[1] for line in error.splitlines()] == [
-        str(grid[0] / n) for n in ("knorm-0.5", "snapkv-0.25")
-    ]
-    (grid[1] / "full-1" / "results.json").write_text("")
-    assert command(capsys, grid[1])[0] == 2
-
-
 def test_ratios_that_six_digits_do_not_tell_apart_are_compared_each_with_its_own(tmp_path, capsys):
     for method in ("full", "knorm", "snapkv"):
         for ratio in (0.1234567, 0.1234568):

@@ -208,23 +208,6 @@ def test_what_the_answer_needs_is_held_against_what_each_cell_kept_of_the_same_q
     assert mean_needs_kept(cells[2], needed) is None
 
 
-def test_headroom_is_known_between_random_and_hindsight_at_the_same_size_and_questions(tmp_path):
-    asked = {"docs": [{}] * 4, "tokens": 9}
-    for method, ratio, answers in [
-        ("full", 1.0, "abcd"), ("random", 0.5, "axxx"), ("hindsight", 0.5, "abcd"), ("snapkv", 0.5, "abxx"),
-        ("snapkv", 0.2, "abxx"), ("random", 0.2, "axxx"),
-    ]:  # fmt: skip
-        folder = write_answers(tmp_path, "letters", method, ratio, answers, **asked)
-    (group,) = page_data(load_groups(folder))["groups"]
-    headrooms = {(cell["method"], cell["ratio"]): cell["headroom"] for cell in group["cells"]}
-    part, low, high = headrooms.pop(("snapkv", 0.5))
-    assert part == pytest.approx(1 / 3)
-    assert low < part < high
-    assert headrooms.pop(("hindsight", 0.5)) == [1, 1, 1]
-    assert headrooms.pop(("random", 0.5)) == [0, 0, 0]
-    assert set(headrooms.values()) == {None}
-
-
 def test_every_cell_is_tested_against_the_full_cache(root, report):
     (group,) = load_groups(root)
     cells = page_data([group])["groups"][0]["cells"]

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +17,6 @@ import pytest
 import torch
 import wandb
 import yaml
-from wandb import wandb_agent
 
 from kvcompress.errors import KVCompressError
 from lmms_eval_plugins.cells import cell_log
@@ -30,10 +29,8 @@ from lmms_eval_plugins.sweep.runner import Sweep, locked, run_here
 from lmms_eval_plugins.sweep.study import JOURNAL_FILE, Trials
 from lmms_eval_plugins.sweep.table import write_table
 from tests.support.evaluation import start
-from tests.support.result_cells import write_answers
 from tests.support.wandb_files import read_run
 
-ROOT = Path(__file__).parents[3]
 TRIAL = {"task": "tiny_textvqa", "model": "tiny", "method": "snapkv", "ratio": 0.2, "limit": 2, "window_size": 8}
 SPACE = {
     "task": {"value": "tiny_textvqa"},
@@ -82,22 +79,6 @@ def test_a_sweep_whose_notes_are_damaged_says_which(tmp_path, config):
         with pytest.raises(KVCompressError, match=f"{name} .*: remove it") as error:
             Trials(config(), folder, 0, set())
         assert "\n" not in str(error.value)
-
-
-def test_a_trial_whose_results_are_damaged_is_evaluated_again(tmp_path, config, monkeypatch, capsys):
-    """And so is one whose results are gone."""
-    monkeypatch.setattr(runner, "wandb_run", lambda *arguments, **settings: contextlib.nullcontext())
-    monkeypatch.setattr(runner, "log_results", lambda run, folder: None)
-    sweep = Sweep(config(parameters={**SPACE, "method": {"value": "snapkv"}}), tmp_path)
-    while (trial := sweep.trials.next()) is not None:
-        write_answers(tmp_path, "tiny_textvqa", "snapkv", trial.parameters["ratio"], "ab", "ab", model="tiny")
-        sweep.finish(trial)
-    again = Sweep(sweep.config, tmp_path)
-    assert again.trials.left == 0
-    (sweep.cell(sweep.trials.drawn()[0]) / "results.json").write_text("null")
-    again = Sweep(sweep.config, tmp_path)
-    assert again.trials.left == 1
-    assert "evaluating again: results.json is damaged" in capsys.readouterr().out
 
 
 # -- one trial
@@ -168,40 +149,13 @@ def test_with_several_processes_the_evaluation_command_starts_them_and_one_run_i
     assert arguments[:4] == ["tiny_textvqa", "tiny", "snapkv", "0.2"]
 
 
-@pytest.mark.slow
-def test_wandbs_agent_runs_a_trial_of_a_shipped_sweep(tmp_path, monkeypatch):
-    """wandb's own agent, with a server that hands out one trial and then ends."""
-    sweep = (ROOT / "configs/sweeps/demo.yaml").read_text()
-    run = {"type": "run", "run_id": "abc12345", "program": None}
-    run["args"] = {name: {"value": value} for name, value in {**TRIAL, "pooling": "max"}.items()}
-
-    class Server:
-        def sweep(self, *args):
-            return {"config": sweep}
-
-        def register_agent(self, *args, **kwargs):
-            return {"id": "agent"}
-
-        def agent_heartbeat(self, agent, metrics, running):
-            return [] if running else [run]
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "offline")
+def test_under_wandbs_agent_a_run_has_the_project_and_config_of_the_agent(monkeypatch):
+    begun = []
     monkeypatch.setenv("WANDB_SWEEP_ID", "sweep123")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("WANDB_RUN_ID", "replaced")  # the agent sets these two, and leaves them set
-    monkeypatch.setenv("WANDB_SWEEP_PARAM_PATH", "replaced")
-    agent = wandb_agent.Agent(Server(), queue.Queue(), sweep_id="sweep123", count=1)
-    agent.POLL_INTERVAL = 0.5
-    agent.run()
-    assert agent._failed == 0
-    assert (tmp_path / "results/tiny_textvqa/tiny/snapkv-0.2-limit=2-pooling=max-window_size=8/results.json").exists()
-    logged = read_run(tmp_path / "wandb")
-    assert (logged["id"], logged["sweep"]) == ("abc12345", "sweep123")
-    assert logged["config"]["window_size"] == 8
-    assert {*cell_log.METRICS} <= logged["history"][0].keys()
+    monkeypatch.setattr(wandb, "init", lambda **settings: begun.append(settings) or contextlib.nullcontext())
+    with trial.wandb_run(TRIAL, group="mine"):
+        pass
+    assert begun == [{"job_type": "trial", "group": "mine"}]
 
 
 # -- the trials of a sweep, without a model
@@ -395,14 +349,20 @@ def test_a_sweep_whose_first_trials_all_fail_ends(fake, tmp_path, capsys):
     assert "error: the first 3 trials failed; trial 3 of 4" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_finished_trial_whose_results_were_removed_is_evaluated_again(fake, config, tmp_path):
-    sweep = Sweep(config(), tmp_path)
-    run_here(sweep)
-    for file in (tmp_path / "tiny_textvqa/tiny/snapkv-0.2").iterdir():
-        file.unlink()
-    (tmp_path / "tiny_textvqa/tiny/snapkv-0.2").rmdir()
+@pytest.mark.parametrize("are_gone", [True, False])
+def test_a_finished_trial_whose_results_are_gone_or_damaged_is_evaluated_again(
+    fake, config, tmp_path, capsys, are_gone
+):
+    run_here(Sweep(config(), tmp_path))
+    cell = tmp_path / "tiny_textvqa/tiny/snapkv-0.2"
+    if are_gone:
+        shutil.rmtree(cell)
+    else:
+        (cell / "results.json").write_text("null")
     again = Sweep(config(), tmp_path)
     assert again.trials.left == 1
+    assert ("evaluating again: results.json is damaged" in capsys.readouterr().out) != are_gone
+    shutil.rmtree(cell, ignore_errors=True)  # the stand-in evaluates what is not there
     run_here(again)
     write_table(again)
     assert fake.evaluated == ["full-1", "snapkv-0.5", "snapkv-0.2", "snapkv-0.2"]

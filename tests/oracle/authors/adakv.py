@@ -33,16 +33,9 @@ def recordings(checkout: Path) -> Recordings:
             for place in range(given.layers):
                 queries, keys, values = given.layer(place, slice(0, prompt))
                 cluster = theirs.AdaptiveSnapKVCluster(
-                    base_capacity=budget,
-                    floor_alpha=floor,
-                    skip=0,
-                    layer_idx=place,
-                    num_hidden_layers=given.layers,
-                    pyram_mode=pyramid,
-                    gqa_support=True,
-                    num_key_value_groups=given.groups,
-                    gqa_func="mean",
-                )
+                    base_capacity=budget, floor_alpha=floor, skip=0, layer_idx=place, num_hidden_layers=given.layers,
+                    pyram_mode=pyramid, gqa_support=True, num_key_value_groups=given.groups, gqa_func="mean",
+                )  # fmt: skip
                 flat, _ = cluster.update_kv(keys, queries, values)
                 kept.append(kept_columns(flat.split(cluster.head_lens.tolist()), keys[0]))
             options = {"layer_budget": "pyramid"} if pyramid else {"safeguard": floor} if floor != 0.2 else {}

@@ -54,15 +54,10 @@ def recordings(checkout: Path) -> Recordings:
         heads, layers = given.queries.shape[1], given.layers
         evict = theirs["CakeprefillKVCache"](budget, window, num_heads=heads, num_layers=layers)
         config = SimpleNamespace(
-            key_size=[budget - window] * layers,
-            window_size=[window] * layers,
-            prefill=[True] * layers,
-            decoding_evict=[None] * layers,
-            prefill_cake_evict=[evict] * layers,
-            tau1=options.get("tau1", 1.0),
-            tau2=options.get("tau2", 1.0),
-            gamma=200.0,
-        )
+            key_size=[budget - window] * layers, window_size=[window] * layers, prefill=[True] * layers,
+            decoding_evict=[None] * layers, prefill_cake_evict=[evict] * layers, tau1=options.get("tau1", 1.0),
+            tau2=options.get("tau2", 1.0), gamma=200.0,
+        )  # fmt: skip
         cache = theirs["CakeCache"]()
 
         def feed(tokens: slice) -> None:
@@ -73,21 +68,11 @@ def recordings(checkout: Path) -> Recordings:
                     projection.weight = torch.empty(0)
                     projection.forward = lambda _, states=part: states.transpose(1, 2).flatten(2)
                 layer = SimpleNamespace(
-                    q_proj=projections[0],
-                    k_proj=projections[1],
-                    v_proj=projections[2],
-                    o_proj=torch.nn.Identity(),
-                    config=config,
-                    layer_idx=place,
-                    num_heads=heads,
-                    num_key_value_heads=heads // given.groups,
-                    num_key_value_groups=given.groups,
-                    head_dim=given.keys.shape[3],
-                    attention_dropout=0.0,
-                    training=False,
-                    is_causal=True,
-                    _flash_attn_uses_top_left_mask=False,
-                )
+                    q_proj=projections[0], k_proj=projections[1], v_proj=projections[2], o_proj=torch.nn.Identity(),
+                    config=config, layer_idx=place, num_heads=heads, num_key_value_heads=heads // given.groups,
+                    num_key_value_groups=given.groups, head_dim=given.keys.shape[3], attention_dropout=0.0,
+                    training=False, is_causal=True, _flash_attn_uses_top_left_mask=False,
+                )  # fmt: skip
                 theirs[ATTEND](layer, hidden, past_key_value=cache, position_embeddings=(0, 0))
 
         feed(slice(0, prompt))

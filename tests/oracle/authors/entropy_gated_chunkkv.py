@@ -10,7 +10,7 @@ from . import presses
 from .script import Recordings, run
 
 LABEL = "entropy-gated-chunkkv"
-TIES = "of the window's tokens, which score alike, top-k takes any; see test_entropy_gated_chunkkv.py"
+TIES = "of the window's tokens, which score alike, top-k takes any; see test_named_differences.py"
 DIFFERENCES = {f"{LABEL}/": (0.97, TIES), f"{LABEL}, ": (0.84, TIES)}
 
 

@@ -38,14 +38,9 @@ def recordings(checkout: Path) -> Recordings:
         queries, keys, values = states(name).layer(place, slice(0, prompt))
         keys, values, queries = keys.roll(-head, 1), values.roll(-head, 1), queries.roll(-head * states(name).groups, 1)
         cluster = theirs(
-            window_size=16,
-            recent_size=8,
-            max_capacity_prompt=budget - 8 - 4,
-            kvcrush_ratio=part,
-            start_size=4,
-            anchor_mode=ANCHORS[anchor],
-            block_size=1,
-        )
+            window_size=16, recent_size=8, max_capacity_prompt=budget - 8 - 4, kvcrush_ratio=part, start_size=4,
+            anchor_mode=ANCHORS[anchor], block_size=1,
+        )  # fmt: skip
         stays, _ = cluster.update_kv(keys, queries, values, page_size=1)
         return kept_columns(stays[0], keys[0])
 

@@ -19,14 +19,11 @@ PRESSES = {
     "cur": (
         "cur_press.py",
         SimpleNamespace(
-            num_sinks=4,
-            leverage_type="kv_product",
-            use_random_leverage=False,
-            use_local_approximation=True,
+            num_sinks=4, leverage_type="kv_product", use_random_leverage=False, use_local_approximation=True,
             local_window_size=16,
         ),
     ),
-}
+}  # fmt: skip
 
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 

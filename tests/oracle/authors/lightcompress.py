@@ -26,12 +26,9 @@ class Ascending(set):
 def theirs(choose, prompt: Prompt, layer: int, images: int, kept: int, pivots: tuple[int, int]) -> torch.Tensor:
     """The states that stay, of `kept` besides the vision pivots."""
     settings = {
-        "vision_token_start_index": BEFORE,
-        "vision_token_length": images,
-        "pivot_image_token": pivots[0],
-        "pivot_text_token": pivots[1],
-        "reduction_ratio": 1 - kept / images,
-    }
+        "vision_token_start_index": BEFORE, "vision_token_length": images, "pivot_image_token": pivots[0],
+        "pivot_text_token": pivots[1], "reduction_ratio": 1 - kept / images,
+    }  # fmt: skip
     _, keys = prompt.queries_and_keys(layer - 1, prompt.hidden)
     return prompt.hidden[0, choose(settings, prompt.hidden, keys).sort().values]
 

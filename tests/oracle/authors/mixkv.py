@@ -44,12 +44,9 @@ def recordings(checkout: Path) -> Recordings:
         for place in range(given.layers):
             queries, keys, values = given.layer(place, slice(0, prompt))
             cluster = theirs(
-                window_size=window,
-                max_capacity_prompt=budget,
-                layer_idx=0,
-                num_key_value_groups=given.groups,
+                window_size=window, max_capacity_prompt=budget, layer_idx=0, num_key_value_groups=given.groups,
                 select_method="headwisemixkv",
-            )
+            )  # fmt: skip
             if known:
                 cluster.key_score = known["weights"][place : place + 1]
             else:

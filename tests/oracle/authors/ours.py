@@ -40,12 +40,9 @@ def config_of(given: States) -> LlavaOnevisionConfig:
 @cache
 def _config(layers: int, heads: int, kv_heads: int, head_dim: int) -> LlavaOnevisionConfig:
     text = Qwen2Config(
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        hidden_size=heads * head_dim,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=heads * head_dim,
         vocab_size=10,
-    )
+    )  # fmt: skip
     return LlavaOnevisionConfig(text_config=text, image_token_index=IMAGE)
 
 

@@ -69,11 +69,8 @@ def compress(press: object, given: States, place: int, prompt: int, unrotated: b
     heads, head_dim = queries.shape[1], keys.shape[-1]
     module = SimpleNamespace(
         config=SimpleNamespace(
-            num_attention_heads=heads,
-            num_key_value_heads=keys.shape[1],
-            head_dim=head_dim,
-            hidden_size=heads * head_dim,
-            _attn_implementation="sdpa",
+            num_attention_heads=heads, num_key_value_heads=keys.shape[1], head_dim=head_dim,
+            hidden_size=heads * head_dim, _attn_implementation="sdpa",
         ),
         head_dim=head_dim,
         num_key_value_groups=given.groups,
@@ -83,7 +80,7 @@ def compress(press: object, given: States, place: int, prompt: int, unrotated: b
         rotary_emb=rotary_emb(given),
         o_proj=SimpleNamespace(weight=given.o_proj[place]),
         masked_key_indices=None,
-    )
+    )  # fmt: skip
     hidden = torch.arange(prompt, dtype=torch.float32)[None, :, None]
     rotation = (torch.ones(1, prompt, head_dim), torch.zeros(1, prompt, head_dim))
     stays, _ = press.compress(module, hidden, keys, values, None, {"position_embeddings": rotation})

@@ -55,19 +55,23 @@ def kept_columns(kept: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
     return torch.stack([(a[:, None] == k[None]).all(-1).any(-1) for k, a in zip(kept, among, strict=True)])
 
 
-def save(
-    name: str,
-    recordings: Sequence[Recording],
-    repository: str,
-    checkout: Path,
-    functions: str,
-    version: str | None = None,
-) -> None:
-    """Write a fixture, with the repository's commit (or the tag of a `version` that is no checkout), the functions that
-    ran and the command that was given."""
+def source(repository: str, checkout: Path, functions: str, version: str | None = None) -> dict[str, str]:
+    """The repository's commit (or the tag of a `version` that is no checkout), the functions that ran and the command
+    that was given."""
     if version is None:
         head = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
         version = head.stdout.strip()
+    return {
+        "repository": f"https://github.com/{repository}",
+        "commit": version,
+        "functions": functions,
+        "command": f"python -m {sys.modules['__main__'].__spec__.name} CHECKOUT",
+        "torch": torch.__version__,
+    }
+
+
+def save(name: str, recordings: Sequence[Recording], of: dict[str, str]) -> None:
+    """Write a fixture, with its `source`."""
     arrays, rows = {}, []
     for number, recording in enumerate(recordings):
         row = asdict(recording)
@@ -79,17 +83,13 @@ def save(
         arrays |= {f"{recording.method}/{recording.states}/{name}": part.numpy() for name, part in known.items()}
         arrays[f"{number}/kept"] = np.packbits(row.pop("kept").numpy(), axis=-1)
         rows.append(row)
-    source = {
-        "repository": f"https://github.com/{repository}",
-        "commit": version,
-        "functions": functions,
-        "command": f"python -m {sys.modules['__main__'].__spec__.name} CHECKOUT",
-        "torch": torch.__version__,
-    }
-    FIXTURES.mkdir(exist_ok=True)
-    path = FIXTURES / f"{name}.npz"
-    np.savez_compressed(path, **arrays, about=json.dumps({**source, "recordings": rows}))
-    print(f"{path.name}: {len(rows)} recordings, {path.stat().st_size / 1e3:.0f} kB")
+    write(FIXTURES / f"{name}.npz", arrays, {**of, "recordings": rows})
+
+
+def write(path: Path, arrays: dict[str, np.ndarray], about: dict[str, object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(path, **arrays, about=json.dumps(about))
+    print(f"{path.name}: {len(about['recordings'])} recordings, {path.stat().st_size / 1e3:.0f} kB")
 
 
 def about(name: str) -> dict[str, str]:

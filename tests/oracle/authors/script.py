@@ -3,21 +3,27 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from .recording import Recording, save
+from . import recording
+from .recording import Recording
 from .states import NAMES, cases, states
 
 Recordings = Iterator[Recording]
 
 
 def run(
-    recordings: Callable[[Path], Iterable[Recording]], repository: str, functions: str, version: str | None = None
+    recordings: Callable[[Path], Iterable[Any]],
+    repository: str,
+    functions: str,
+    version: str | None = None,
+    save: Callable[[str, list, dict[str, str]], None] = recording.save,
 ) -> None:
     """Write the fixture of the script that was started: `recordings` of the checkout that its argument names."""
     checkout, name = Path(sys.argv[1]).resolve(), sys.modules["__main__"].__spec__.name.rpartition(".")[2]
-    save(name, list(recordings(checkout)), repository, checkout, functions, version)
+    save(name, list(recordings(checkout)), recording.source(repository, checkout, functions, version))
 
 
 def prompts(names: Sequence[str] = NAMES) -> Iterator[tuple[str, int, int]]:

@@ -37,17 +37,10 @@ def recordings(checkout: Path) -> Recordings:
             queries, keys, values = given.layer(place, slice(0, prompt))
             new = [x[:, :, -1:].transpose(1, 2).flatten(2) for x in (queries, keys, values)]
             layer = SimpleNamespace(
-                q_proj=lambda _, new=new: new[0],
-                k_proj=lambda _, new=new: new[1],
-                v_proj=lambda _, new=new: new[2],
-                o_proj=lambda output: output,
-                num_heads=queries.shape[1],
-                num_key_value_heads=keys.shape[1],
-                num_key_value_groups=given.groups,
-                head_dim=keys.shape[3],
-                layer_idx=place,
-                training=False,
-            )
+                q_proj=lambda _, new=new: new[0], k_proj=lambda _, new=new: new[1], v_proj=lambda _, new=new: new[2],
+                o_proj=lambda output: output, num_heads=queries.shape[1], num_key_value_heads=keys.shape[1],
+                num_key_value_groups=given.groups, head_dim=keys.shape[3], layer_idx=place, training=False,
+            )  # fmt: skip
             cache = SimpleNamespace(update=lambda *args, keys=keys, values=values: (keys, values))
             hidden = torch.empty(1, 1, 1)
             found.append(attend(layer, hidden, past_key_value=cache, position_embeddings=(0, 0))[3].item())

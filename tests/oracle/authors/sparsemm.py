@@ -33,17 +33,10 @@ def recordings(checkout: Path) -> Recordings:
         for place in range(layers):
             queries, keys, values = given.layer(place, slice(0, prompt))
             cluster = names[CLASS](
-                window_size=window,
-                kernel_size=5,
-                pooling="avgpool",
-                base_capacity=budget,
-                ratio=0.1,
-                layer_idx=place,
-                num_hidden_layers=layers,
-                head_score="visual",
-                num_attention_heads=heads,
+                window_size=window, kernel_size=5, pooling="avgpool", base_capacity=budget, ratio=0.1, layer_idx=place,
+                num_hidden_layers=layers, head_score="visual", num_attention_heads=heads,
                 num_key_value_groups=given.groups,
-            )
+            )  # fmt: skip
             flat, _ = cluster.update_kv(keys, queries, values)
             entries = flat.split(cluster.head_lens.tolist())
             kept.append(torch.cat([kept_columns(e[None], k[None]) for e, k in zip(entries, keys[0], strict=True)]))

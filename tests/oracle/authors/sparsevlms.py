@@ -43,13 +43,8 @@ def recordings(checkout: Path) -> Recordings:
             names.update(vars(module))
         forward = released(folder / "modelling_sparse_llama.py", "LlamaDynamicvitModel.forward", names)
         drawn = {
-            "seed": 100 * seed,
-            "layers": LAYERS,
-            "before": BEFORE,
-            "images": IMAGES,
-            "behind": QUESTION,
-            "size": 4,
-        }
+            "seed": 100 * seed, "layers": LAYERS, "before": BEFORE, "images": IMAGES, "behind": QUESTION, "size": 4,
+        }  # fmt: skip
         prompt = Prompt.draw(**drawn)
         layers = [Layer(prompt, place, names["scaled_dot_product_attention"]) for place in range(LAYERS)]
         model = mock.MagicMock(layers=layers, pruning_loc=[2, 6, 15], num_layers=LAYERS, training=False)

@@ -6,10 +6,9 @@ in where they put what they merge.
 
 import ast
 import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,9 @@ import torch.nn.functional as F
 
 from kvcompress.methods import make_method
 from kvcompress.tokens.base import Attention, TokenMethod, Tokens, Tower
+
+from . import script
+from .recording import write
 
 FIXTURES = Path(__file__).with_name("fixtures") / "tokens"
 Recordings = Iterator["TokenRecording"]
@@ -177,33 +179,18 @@ def released(path: Path, name: str, namespace: dict[str, object]) -> Callable:
     return namespace[name.split(".")[-1]]
 
 
-def run(recordings: Callable[[Path], Iterable[TokenRecording]], repository: str, functions: str) -> None:
-    """Write the fixture of the script that was started: `recordings` of the checkout that its argument names."""
-    checkout, name = Path(sys.argv[1]).resolve(), sys.modules["__main__"].__spec__.name.rpartition(".")[2]
-    save(name, list(recordings(checkout)), repository, checkout, functions)
-
-
-def save(name: str, recordings: Sequence[TokenRecording], repository: str, checkout: Path, functions: str) -> None:
-    """Write a fixture, with the repository's commit, the functions that ran and the command that was given."""
-    commit = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+def save(name: str, recordings: Sequence[TokenRecording], of: dict[str, str]) -> None:
+    """Write a fixture, with its `recording.source`."""
     arrays, rows = {}, []
     for number, recording in enumerate(recordings):
         row = {key: value for key, value in vars(recording).items() if key != "states"}
         rows.append({**row, "steps": len(recording.states)})
         for step, states in enumerate(recording.states):
             arrays[f"{number}/{step}"] = states.numpy()
-    about = {
-        "repository": f"https://github.com/{repository}",
-        "commit": commit.stdout.strip(),
-        "functions": functions,
-        "command": f"python -m {sys.modules['__main__'].__spec__.name} CHECKOUT",
-        "torch": torch.__version__,
-        "recordings": rows,
-    }
-    FIXTURES.mkdir(parents=True, exist_ok=True)
-    path = FIXTURES / f"{name}.npz"
-    np.savez_compressed(path, **arrays, about=json.dumps(about))
-    print(f"{path.name}: {len(rows)} recordings, {path.stat().st_size / 1e3:.0f} kB")
+    write(FIXTURES / f"{name}.npz", arrays, {**of, "recordings": rows})
+
+
+run = partial(script.run, save=save)
 
 
 def load(name: str) -> list[TokenRecording]:

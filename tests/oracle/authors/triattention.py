@@ -68,12 +68,8 @@ def made(cls: type, given: States, stats: SimpleNamespace, utils: dict, prompt: 
         device=torch.device("cpu"), dtype=torch.float32, layer_perhead_aggregation=options.get("group", "max")
     )
     this.budget, this.head_dim, this.rotary, this.rope_style, this.attention_scale = (
-        budget,
-        head_dim,
-        rotary,
-        "half",
-        1.0,
-    )
+        budget, head_dim, rotary, "half", 1.0,
+    )  # fmt: skip
     this.sampled_heads = every
     this.head_stats = {
         (layer, head): SimpleNamespace(q_mean_complex=stats.mean[layer, head], q_abs_mean=stats.norms[layer, head])

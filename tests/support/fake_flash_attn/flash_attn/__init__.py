@@ -55,12 +55,9 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k (sequences + 1): where each sequence starts and ends.
     """
     _refuse(
-        dropout_p=dropout_p,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        return_attn_probs=return_attn_probs,
+        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs,
         block_table=block_table,
-    )
+    )  # fmt: skip
     if cu_seqlens_q[-1] != len(q) or cu_seqlens_k[-1] != len(k):
         raise ValueError(f"cu_seqlens end at {cu_seqlens_q[-1]}, {cu_seqlens_k[-1]}; got {len(q)}, {len(k)} tokens")
     if max_seqlen_q < cu_seqlens_q.diff().max() or max_seqlen_k < cu_seqlens_k.diff().max():
