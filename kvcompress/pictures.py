@@ -1,5 +1,6 @@
 """Read pictures as transformers' processors and `datasets` do."""
 
+import base64
 import io
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ from .errors import KVCompressError
 
 
 def read_image(source: Any) -> Image.Image:
-    """Return an image or image file as RGB, on white where it is transparent; a file as its camera was held.
+    """Return an image, an image file or a data: URL of one as RGB, on white where it is transparent; a file as its
+    camera was held.
 
-    Raises KVCompressError for anything else; Pillow's errors about a damaged file propagate."""
+    Raises KVCompressError for anything else; errors about a damaged file propagate."""
+    if isinstance(source, str) and source.startswith("data:"):
+        source = io.BytesIO(base64.b64decode(source.partition(",")[2]))
     if isinstance(source, (str, Path, io.IOBase)):
         with Image.open(source) as image:
             return read_image(ImageOps.exif_transpose(image))

@@ -182,12 +182,14 @@ def growth_table(rows: list[dict[str, Any]]) -> str:
 def plot(content: dict[str, Any], rows: list[dict[str, Any]], file: Path) -> None:
     """Plot the quantities of `GROWING` over prompt length, with a column per batch and a line per contender.
 
-    Both axes are logarithmic, so linear growth has the slope of the grey line. Needs matplotlib.
+    Both axes are logarithmic, so linear growth has the slope of the grey line, drawn where there are several lengths.
+    Needs matplotlib.
     """
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if "error" not in row]
     batches = sorted({row["batch"] for row in rows})
+    lengths = sorted({row["length"] for row in rows})
     contenders = list(dict.fromkeys(row["way"] for row in rows))
     figure = Figure(figsize=(3.5 + 4 * len(batches), 2.6 * len(GROWING)), layout="constrained")
     axes = figure.subplots(len(GROWING), len(batches), squeeze=False, sharex=True)
@@ -198,21 +200,22 @@ def plot(content: dict[str, Any], rows: list[dict[str, Any]], file: Path) -> Non
                 line = [row for row in line if (value(row, name) or 0) > 0]  # a difference may fall below 0
                 style = "--" if contender.startswith(("transformers ", "kvpress ")) else "-"
                 color = f"C{place % 10}"
-                lengths, medians = [row["length"] for row in line], [value(row, name) for row in line]
+                own, medians = [row["length"] for row in line], [value(row, name) for row in line]
                 marker = MARKERS[place // 10 % len(MARKERS)]
-                axis.plot(lengths, medians, style, marker=marker, ms=4, label=contender, color=color)
+                axis.plot(own, medians, style, marker=marker, ms=4, label=contender, color=color)
                 if name != "kv_bytes":
                     spread = [[row[name][q] for row in line] for q in ("q1", "q3")]
-                    axis.fill_between(lengths, *spread, alpha=0.15, color=color)
+                    axis.fill_between(own, *spread, alpha=0.15, color=color)
             axis.set(ylabel=label, xscale="log", yscale="log")
-            _draw_linear(axis)
+            if lengths[1:]:
+                _draw_linear(axis)
         axes[0, column].set_title(f"batch {batch}")
-        lengths = sorted({row["length"] for row in rows})
         axes[-1, column].set_xticks(lengths, [str(length) for length in lengths])
         axes[-1, column].minorticks_off()
         axes[-1, column].set_xlabel("prompt tokens")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
-    figure.suptitle(f"{content['settings']['model']}, {content['settings']['dtype']}")
+    linear = "; grey: linear growth" if lengths[1:] else ""
+    figure.suptitle(f"{content['settings']['model']}, {content['settings']['dtype']}\nmedians and quartiles{linear}")
     figure.savefig(file, dpi=120)
 
 

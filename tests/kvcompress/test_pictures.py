@@ -1,5 +1,6 @@
 """A picture looks as transformers' processors and `datasets` would have it."""
 
+import base64
 import io
 
 import numpy as np
@@ -26,7 +27,9 @@ def test_a_file_is_turned_as_its_camera_was(tmp_path):
     picture.save(tmp_path / "a.png", exif=exif)
     upright = picture.transpose(Image.Transpose.ROTATE_270).tobytes()
     assert read_image(tmp_path / "a.png").tobytes() == upright
-    assert read_image(io.BytesIO((tmp_path / "a.png").read_bytes())).tobytes() == upright
+    file = (tmp_path / "a.png").read_bytes()
+    assert read_image(io.BytesIO(file)).tobytes() == upright
+    assert read_image("data:image/png;base64," + base64.b64encode(file).decode()).tobytes() == upright  # as mme_sci's
 
 
 def test_black_text_on_a_transparent_ground_is_black_on_white():

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import kvcompress
@@ -27,6 +28,7 @@ from kvcompress.policy.make import make_policy
 from tests.support.clock import synchronised_reads
 
 MODEL = standalone.load({"config": SHAPES["tiny"]}, "float32", torch.device("cpu"))
+ROOT = Path(__file__).parents[3]
 QUICK = ["--shape", "tiny", "--lengths", "32", "--new", "2", "--repeats", "2", "--device", "cpu"]
 
 
@@ -326,6 +328,19 @@ def test_the_grid_is_complete_and_compared_with_full_and_dynamic(tmp_path, capsy
     assert "python -m kvcompress bench --shape tiny" in table
     report.plot(content, report.rows_of(content), tmp_path / "bench.png")
     assert (tmp_path / "bench.png").stat().st_size > 10_000
+
+
+def test_the_plot_says_what_it_shows_and_of_one_length_no_growth(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *given, **named: figures.append(figure))
+    content = json.loads((ROOT / "benchmarks" / "results" / "bench_smollm2.json").read_text())
+    rows = report.rows_of(content)
+    for shown in (rows, [row for row in rows if row["length"] == rows[0]["length"]]):
+        report.plot(content, shown, tmp_path / "bench.png")
+    several, one = figures
+    assert several.get_suptitle().endswith("\nmedians and quartiles; grey: linear growth")
+    assert one.get_suptitle().endswith("\nmedians and quartiles")
+    assert [sum(line.get_color() == "0.8" for line in figure.axes[0].lines) for figure in figures] == [1, 0]
 
 
 def test_a_memory_limit_counts_the_largest_batch(tmp_path):
