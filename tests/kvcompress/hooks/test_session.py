@@ -271,6 +271,24 @@ def test_a_later_prompts_mask_may_not_hide_what_is_in_the_cache():
     assert torch.equal(logits[0], logits[2])
 
 
+def test_nor_may_a_mask_of_each_token_hide_it_or_a_new_token_before():
+    inputs, more = FAMILY.inputs(MODEL, [40, 40]), torch.arange(20, 30).view(2, 5)
+    mask = torch.ones(2, 1, 5, 45, dtype=torch.bool).tril(40)
+    logits = []
+    with torch.no_grad(), compress() as session:
+        MODEL(**inputs)
+        for given in (None, mask, torch.zeros(mask.shape).masked_fill(~mask, -1e9)):
+            with session.reuse() as cache:
+                logits.append(MODEL(more, attention_mask=given, past_key_values=cache).logits)
+        for token, hidden in ((0, 12), (4, 0), (3, 41)):
+            hole = mask.clone()
+            hole[0, :, token, hidden] = False
+            with pytest.raises(KVCompressError, match="hides tokens"):
+                MODEL(more, attention_mask=hole, past_key_values=session.cache)
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+
+
 def test_a_prompt_that_generate_would_split_is_an_error(monkeypatch):
     """Each piece would be compressed as a prompt of its own."""
     splits = GenerationConfig(max_new_tokens=2, prefill_chunk_size=8)
