@@ -587,6 +587,8 @@ def test_labels_are_refused_where_the_output_is_that_of_the_last_tokens_alone(op
     with compress(**options) as session:
         with pytest.raises(KVCompressError, match=f"labels= do not go with {next(iter(options))}="):
             MODEL(**INPUTS, labels=INPUTS["input_ids"])
+        with pytest.raises(KVCompressError, match=f"logits_to_keep= do not go with {next(iter(options))}="):
+            MODEL(**INPUTS, logits_to_keep=torch.tensor([3]))
         assert session.cache is None
         MODEL(**INPUTS)
 
