@@ -26,7 +26,7 @@ from ..inflight.under_way import Writer
 from ..policy.make import make_policy
 from ..policy.passages import Decoder
 from .answer_first import check_answers
-from .attention import PREFIX, connected, register_attention
+from .attention import PREFIX, connected, register_attention, set_attention
 from .chunked_prefill import feed_in_chunks
 from .context_first import read_context_first
 from .hidden_states import watch_hidden_states
@@ -173,11 +173,11 @@ class Session:
     def _connect(self, base: str) -> None:
         """Replace the attention implementation `base` by its compressed form."""
         self._base, self._name = base, register_attention(base)
-        self._config._attn_implementation = self._name
+        set_attention(self._config, self._name)
 
     def _disconnect(self) -> None:
         if self._config._attn_implementation == self._name:
-            self._config._attn_implementation = self._base
+            set_attention(self._config, self._base)
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         names = inspect.signature(generate).parameters

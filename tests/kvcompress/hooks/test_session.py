@@ -8,7 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    IdeficsConfig,
+    IdeficsForVisionText2Text,
+    PreTrainedModel,
+)
 
 import kvcompress
 from kvcompress import CompressedCache, KVCompressError
@@ -120,6 +128,23 @@ def test_an_attention_implementation_set_inside_is_used_and_stays(when):
     torch.testing.assert_close(output.logits[:, -1], on_the_full_cache(kept), atol=TOLERANCE, rtol=0)
     assert len(weights) == 3  # as only eager returns them
     assert model.config._attn_implementation == "eager"
+
+
+def test_the_attention_of_a_tower_whose_config_is_inside_the_decoders_is_left_as_it_is():
+    size = {"intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tower = {**size, "embed_dim": 32, "image_size": 16, "patch_size": 8}
+    text = {**size, "vocab_size": 128, "additional_vocab_size": 0, "hidden_size": 32, "cross_layer_interval": 2}
+    model = IdeficsForVisionText2Text(IdeficsConfig(**text, use_resampler=False, vision_config=tower)).eval()
+    model.set_attn_implementation({"": "sdpa", "vision_config": "eager"})
+    ids = torch.arange(10, 40)[None]
+    seen = {"pixel_values": torch.rand(1, 1, 3, 16, 16), "image_attention_mask": torch.ones(1, 30, 1)}
+    with torch.no_grad():
+        expected = model(ids, **seen).logits
+        with kvcompress.compress(model):
+            assert model.config.vision_config._attn_implementation == "eager"
+            assert torch.equal(model(ids, **seen).logits, expected)
+    assert model.config._attn_implementation == "sdpa"
+    assert model.config.vision_config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
