@@ -11,6 +11,18 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def device_of(module: torch.nn.Module) -> torch.device | None:
+    """Return the device on which a module computes, None without weights.
+
+    Weights that accelerate offloads are on "meta" between their own passes; its hooks then name the device."""
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    named = next((hook for hook in hooks if getattr(hook, "execution_device", None) is not None), None)
+    weight = next(module.parameters(), None)
+    if weight is None or weight.device.type != "meta" or named is None:
+        return None if weight is None else weight.device
+    return torch.device(named.execution_device)
+
+
 def on_device(numbers: object, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Copy numbers or a tensor from the host to `device`.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from .device import peak_memory, reset_peak_memory, synchronise
+from .device import device_of, peak_memory, reset_peak_memory, synchronise
 from .errors import KVCompressError
 from .hooks.model import generation_option, unwrapped
 from .hooks.session import Session
@@ -90,7 +90,7 @@ def generate(
     """
     if not session.is_entered or unwrapped(model) is not session.model:
         raise KVCompressError("measuring needs a session of this very model, inside kvcompress.compress(...)")
-    ids, device = inputs["input_ids"], model.device
+    ids, device = inputs["input_ids"], device_of(model)
     mask = inputs.get("attention_mask")
     clock = TokenClock(session)
     criteria = StoppingCriteriaList([*(generate_kwargs.pop("stopping_criteria", None) or []), clock])

@@ -181,20 +181,29 @@ class NewTokens:
 
 
 def check_past(mask: object, columns: int, seen: int, real: list[int]) -> None:
-    """Raise KVCompressError if the 2-D mask of a later prompt disagrees with the mask of the `seen` columns before it.
+    """Raise KVCompressError if the mask of a later prompt disagrees with the mask of the `seen` columns before it.
 
-    The cache attends to those as they came: `real` tokens of each row. The prompt has `columns` columns."""
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.shape[1] == columns:
+    The cache attends to those as they came: `real` tokens of each row. The prompt has `columns` columns, and its tokens
+    attend to each other causally. `mask` is 2-D, or 4-D with one head."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4) or mask.shape[-1] == columns:
         return
-    if mask.shape[1] != seen + columns:
+    if mask.shape[-1] != seen + columns:
         raise KVCompressError(
-            f"the attention mask has {mask.shape[1]} columns: a prompt of {columns} on a cache that has seen {seen} "
+            f"the attention mask has {mask.shape[-1]} columns: a prompt of {columns} on a cache that has seen {seen} "
             f"takes {seen + columns} of them, or {columns}"
         )
-    if mask[:, :seen].bool().sum(1).tolist() != real:
+    if mask.ndim == 2:
+        agrees = mask[:, :seen].bool().sum(1).tolist() == real
+    else:
+        visible = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]
+        new = visible[:, -1, seen:]  # the last token sees every real one
+        past = visible[..., :seen].sum(2) == torch.tensor(real, device=mask.device)[:, None]
+        shown = visible[..., seen:] | ~new[:, None] | torch.ones_like(visible[..., seen:]).triu(1)
+        agrees = bool((past & shown.all(2) | ~new).all())
+    if not agrees:
         raise KVCompressError(
-            "the attention mask hides tokens that are in the cache, or shows pads that are not: the cache "
-            "attends to what it has seen"
+            "the attention mask hides tokens that are in the cache, or new ones from those after them, or shows pads "
+            "that are not: the cache attends to what it has seen"
         )
 
 

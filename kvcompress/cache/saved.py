@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from ..device import device_of
 from ..errors import KVCompressError, one_line, shown
 from ..files import parse_json, replacing
 from ..hooks.model import text_decoder
@@ -92,7 +93,7 @@ class Content:
 
     def __init__(self, document: dict[str, Any], tensors: dict[str, torch.Tensor], model: PreTrainedModel):
         self._document, self._reader = document, _Reader(tensors)
-        self._device, self._devices = model.device, _layer_devices(model)
+        self._device, self._devices = device_of(model), _layer_devices(model)
 
     def value(self, name: str) -> Any:
         """Return a saved value, with its tensors on the model's device."""
@@ -155,9 +156,9 @@ def _layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
     """Return the device of each layer whose module has a `layer_idx`."""
     devices: dict[int, torch.device] = {}
     for module in text_decoder(model).modules():
-        weight = next(module.parameters(), None)
-        if isinstance(getattr(module, "layer_idx", None), int) and weight is not None and weight.device.type != "meta":
-            devices.setdefault(module.layer_idx, weight.device)
+        device = device_of(module)
+        if isinstance(getattr(module, "layer_idx", None), int) and device is not None:
+            devices.setdefault(module.layer_idx, device)
     return devices
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -31,6 +31,11 @@ PREFIX = "kvcompress_"
 # By the id of a decoder's config, while a session is entered: whether this thread is in a forward pass that started
 # in the session.
 connected: dict[int, Callable[[], bool]] = {}
+
+
+def set_attention(config: PreTrainedConfig, name: str) -> None:
+    """Set a config's attention implementation, but not those of the configs inside it, such as a vision tower's."""
+    config._attn_implementation = {"": name}
 
 
 def register_attention(base: str) -> str:
@@ -234,11 +239,11 @@ def call_as(base: str, attend: Callable, module: torch.nn.Module, *args, **kwarg
     """Call flash attention with `base` in the module's config, from which it reads which kernels to use."""
     config = module.config
     ours = config._attn_implementation
-    config._attn_implementation = base
+    set_attention(config, base)
     try:
         return attend(module, *args, **kwargs)
     finally:
-        config._attn_implementation = ours
+        set_attention(config, ours)
 
 
 def base_mask_format(base: str, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

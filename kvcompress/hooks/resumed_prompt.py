@@ -210,6 +210,12 @@ class ResumedPrompt:
             self._tree.add(self._identity, given, own, self._first + first - pads)
 
 
+def wanted_outputs(kwargs: dict) -> object:
+    """Return `logits_to_keep` of a forward pass: of how many last tokens outputs are requested, None for all tokens."""
+    of_all = kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
+    return None if of_all else kwargs.get("logits_to_keep")
+
+
 def why_whole(decoder: PreTrainedModel, cache: CompressedCache) -> str | None:
     """Return why a prompt has to pass through the model as a whole; None if it can start after a prefix.
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ..cache.cache import CompressedCache
 from ..cache.layer import CompressedLayer
-from ..device import synchronise
+from ..device import device_of, synchronise
 from .answer_first import answer_first
 from .second_reading import DecoderInputs, read_again
 
@@ -97,5 +97,5 @@ def _noted(states: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _now(model: PreTrainedModel) -> float:
-    synchronise(model.device)
+    synchronise(device_of(model))
     return time.perf_counter()

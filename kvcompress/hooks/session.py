@@ -26,7 +26,7 @@ from ..inflight.under_way import Writer
 from ..policy.make import make_policy
 from ..policy.passages import Decoder
 from .answer_first import check_answers
-from .attention import PREFIX, connected, register_attention
+from .attention import PREFIX, connected, register_attention, set_attention
 from .chunked_prefill import feed_in_chunks
 from .context_first import read_context_first
 from .hidden_states import watch_hidden_states
@@ -36,7 +36,7 @@ from .model_identity import ModelReference
 from .positions import go_on_from, rope_deltas
 from .prefix_cache import PrefixCache
 from .replacement import Replacement, wrapped
-from .resumed_prompt import ResumedPrompt
+from .resumed_prompt import ResumedPrompt, wanted_outputs
 from .reused import check_given, check_replaced, check_reused
 from .rotary import rotary_embeddings, watch_rotary
 from .second_pass import SecondPass
@@ -173,11 +173,11 @@ class Session:
     def _connect(self, base: str) -> None:
         """Replace the attention implementation `base` by its compressed form."""
         self._base, self._name = base, register_attention(base)
-        self._config._attn_implementation = self._name
+        set_attention(self._config, self._name)
 
     def _disconnect(self) -> None:
         if self._config._attn_implementation == self._name:
-            self._config._attn_implementation = self._base
+            set_attention(self._config, self._base)
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         names = inspect.signature(generate).parameters
@@ -210,7 +210,7 @@ class Session:
         if kwargs.get("position_ids") is None:
             self._count_on(cache)
         check_answers(self.model, cache.policy, kwargs.get("return_dict"))
-        check_labels(cache.policy, kwargs.get("labels"), columns)
+        check_labels(cache.policy, kwargs, columns)
         mask, grid = kwargs.get("attention_mask"), kwargs.get("video_grid_thw")
         if grid is None and columns > 1:
             grid = self._frames.grid(ids)
@@ -237,7 +237,7 @@ class Session:
                 self._decoder, cache, partial(self._read_context, cache), partial(self._choose, cache)
             )
         if is_prompt and (self._prefixes is not None or self._pieces is not None):
-            self._of_pass += self._resumed(cache, kwargs.get("logits_to_keep"))
+            self._of_pass += self._resumed(cache, wanted_outputs(kwargs))
         kwargs = {name: value for name, value in kwargs.items() if name not in NAMES} | {self._cache_name: cache}
         if isinstance(cache, CompressedCache):
             self.cache = cache

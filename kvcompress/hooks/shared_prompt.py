@@ -19,7 +19,7 @@ from ..cache.cache import CompressedCache
 from ..cache.layer import CompressedLayer
 from ..cache.scope import States
 from ..cache_name import CACHE, NAMES, cache_in
-from ..device import synchronise
+from ..device import device_of, synchronise
 from ..errors import KVCompressError
 from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
@@ -159,10 +159,10 @@ class SharedPrompt:
         is_wanted = self.known is not None or self.room > 0
         if not is_wanted or not is_shareable(self.model, cache, kwargs):
             return forward(*args, **kwargs)
-        start = _now(self.model.device)
+        start = _now(device_of(self.model))
         inputs = _fetched(kwargs)
         is_known = self.known is not None and self.known.is_of(inputs) and self.known.serves(cache.policy)
-        comparing_s = _now(self.model.device) - start
+        comparing_s = _now(device_of(self.model)) - start
         if is_known:
             self.prompt_pass, self.is_known = self.known, True
             return self._replay(cache, comparing_s)
@@ -187,7 +187,7 @@ class SharedPrompt:
         if cache.policy.cluster.reads_hidden:
             handles += watch_inputs(decoder, hidden.__setitem__)
         notes = [_Note(layer, self.room / len(cache.layers), hidden) for layer in cache.layers]
-        elsewhere_s, start = self.elsewhere_s(), _now(self.model.device)
+        elsewhere_s, start = self.elsewhere_s(), _now(device_of(self.model))
         try:
             output = forward(**kwargs)
         finally:
@@ -197,7 +197,7 @@ class SharedPrompt:
         # The decoder saw only the end of a resumed prompt: the prefix cache has the rest.
         is_whole = found and not cache.resumed_at and all(note.attended for note in notes)
         if is_whole and isinstance(output, ModelOutput):
-            seconds = _now(self.model.device) - start - (self.elsewhere_s() - elsewhere_s)
+            seconds = _now(device_of(self.model)) - start - (self.elsewhere_s() - elsewhere_s)
             seconds -= sum(note.keeping_s + note.compressing_s for note in notes)
             recorded = PromptPass(
                 inputs,
@@ -218,13 +218,13 @@ class SharedPrompt:
     def _share_second_pass(self, cache: CompressedCache) -> None:
         if not cache.policy.cluster.second_pass:
             return
-        inputs = self.prompt_pass.decoder_inputs.to(self.model.device)
+        inputs = self.prompt_pass.decoder_inputs.to(device_of(self.model))
         self._second_pass = cache.second_pass = SecondPass(inputs, self.prompt_pass.second_passes)
 
     def _replay(self, cache: CompressedCache, loading_s: float) -> ModelOutput:
         known = self.known
         if (positions := known.decoder_inputs.position_ids) is not None:
-            cache.last_position = positions[..., -1:].to(self.model.device)
+            cache.last_position = positions[..., -1:].to(device_of(self.model))
         if known.rotary is not None:
             cache.rotate(known.rotary)
         go_on_from(self.model, known.rope_deltas)

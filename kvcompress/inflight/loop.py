@@ -16,7 +16,7 @@ import torch
 
 from ..cache.cache import CompressedCache
 from ..cache_name import CACHE
-from ..device import on_device
+from ..device import device_of, on_device
 from ..errors import KVCompressError
 from .cache import SlotCache
 from .request import Answer, Request
@@ -271,7 +271,7 @@ class InFlight:
         ids, positions = [0] * self.slots, [0] * self.slots
         for slot, running in self._running.items():
             ids[slot], positions[slot] = running.choice.tokens[-1], running.position
-        device = self._writer.model.device
+        device = device_of(self._writer.model)
         output = self._call(
             input_ids=on_device(ids, device)[:, None],
             position_ids=on_device(positions, device)[:, None],

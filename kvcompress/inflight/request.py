@@ -11,7 +11,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from ..cache.cache import CompressedCache
 from ..cache_name import CACHE
-from ..device import on_device
+from ..device import device_of, on_device
 from ..errors import KVCompressError
 from ..hooks.model import generation_option
 
@@ -164,7 +164,7 @@ def prepare(
         found.append((inputs, choice))
         return input_ids
 
-    device = model.device
+    device = device_of(model)
     inputs = {name: value.to(device) if hasattr(value, "to") else value for name, value in request.inputs.items()}
     options = with_stop_strings(model, {**options, **request.options})
     for name, reason in NOT_IN_FLIGHT.items():

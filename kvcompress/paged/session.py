@@ -13,7 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ..cache.cache import say_once
 from ..errors import KVCompressError
-from ..hooks.attention import PREFIX
+from ..hooks.attention import PREFIX, set_attention
 from ..hooks.model import text_decoder, unwrapped
 from ..hooks.prefix_cache import PrefixCache
 from ..hooks.replacement import Replacement
@@ -226,11 +226,11 @@ class PagedSession:
         AttentionInterface.register(name, partial(paged_attention, base))
         if base in ALL_MASK_ATTENTION_FUNCTIONS:
             AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
-        self._config._attn_implementation = name
+        set_attention(self._config, name)
 
     def _disconnect(self) -> None:
         if self._config._attn_implementation.startswith(PAGED_PREFIX):
-            self._config._attn_implementation = self._base
+            set_attention(self._config, self._base)
 
 
 def _fixed(given: ContinuousBatchingConfig | None) -> ContinuousBatchingConfig:

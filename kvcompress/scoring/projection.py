@@ -19,4 +19,8 @@ def output_projection(module: torch.nn.Module | None, kv_heads: int, head_dim: i
             f"method '{method}' needs an attention with a linear, unquantized o_proj, not a {type(module).__name__} "
             f"with o_proj={type(projection).__name__}, weight={type(weight).__name__}"
         )
+    if weight.is_meta:
+        raise KVCompressError(
+            f"method '{method}' needs the weight of o_proj, which is offloaded outside of its own pass"
+        )
     return weight.float().unflatten(1, (kv_heads, -1, head_dim)).permute(2, 1, 3, 0)

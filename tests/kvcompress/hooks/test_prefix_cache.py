@@ -199,3 +199,11 @@ def test_logits_that_are_asked_for_are_all_there(kwargs, grad):
             outputs.append(model(**inputs, **kwargs).logits)
     torch.testing.assert_close(*outputs, atol=TOLERANCE, rtol=0)
     assert prefixes.reused_tokens == (38 if kwargs == {"logits_to_keep": 2} else 0)
+
+
+def test_hidden_states_that_are_asked_for_are_those_of_the_whole_prompt():
+    model, prefixes = QWEN2.build(), PrefixCache(gb=1)
+    asked = {"output_hidden_states": True, "return_dict_in_generate": True, "max_new_tokens": 1}
+    with kvcompress.compress(model, "knorm", 0.5, prefix_cache=prefixes):
+        outputs = [model.generate(**QWEN2.inputs(model, [40]), **asked) for _ in range(2)]
+    assert [output.hidden_states[0][0].shape[1] for output in outputs] == [40, 40]

@@ -8,7 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    IdeficsConfig,
+    IdeficsForVisionText2Text,
+    PreTrainedModel,
+)
 
 import kvcompress
 from kvcompress import CompressedCache, KVCompressError
@@ -121,6 +129,23 @@ def test_an_attention_implementation_set_inside_is_used_and_stays(when):
     torch.testing.assert_close(output.logits[:, -1], on_the_full_cache(kept), atol=TOLERANCE, rtol=0)
     assert len(weights) == 3  # as only eager returns them
     assert model.config._attn_implementation == "eager"
+
+
+def test_the_attention_of_a_tower_whose_config_is_inside_the_decoders_is_left_as_it_is():
+    size = {"intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tower = {**size, "embed_dim": 32, "image_size": 16, "patch_size": 8}
+    text = {**size, "vocab_size": 128, "additional_vocab_size": 0, "hidden_size": 32, "cross_layer_interval": 2}
+    model = IdeficsForVisionText2Text(IdeficsConfig(**text, use_resampler=False, vision_config=tower)).eval()
+    model.set_attn_implementation({"": "sdpa", "vision_config": "eager"})
+    ids = torch.arange(10, 40)[None]
+    seen = {"pixel_values": torch.rand(1, 1, 3, 16, 16), "image_attention_mask": torch.ones(1, 30, 1)}
+    with torch.no_grad():
+        expected = model(ids, **seen).logits
+        with kvcompress.compress(model):
+            assert model.config.vision_config._attn_implementation == "eager"
+            assert torch.equal(model(ids, **seen).logits, expected)
+    assert model.config._attn_implementation == "sdpa"
+    assert model.config.vision_config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
@@ -268,6 +293,24 @@ def test_a_later_prompts_mask_may_not_hide_what_is_in_the_cache():
                 MODEL(more, attention_mask=hole, past_key_values=session.cache)
         with pytest.raises(KVCompressError, match=r"has 44 columns: a prompt of 5 .* takes 46 of them, or 5"):
             MODEL(more, attention_mask=mask[:, 2:], past_key_values=session.cache)
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+
+
+def test_nor_may_a_mask_of_each_token_hide_it_or_a_new_token_before():
+    inputs, more = FAMILY.inputs(MODEL, [40, 40]), torch.arange(20, 30).view(2, 5)
+    mask = torch.ones(2, 1, 5, 45, dtype=torch.bool).tril(40)
+    logits = []
+    with torch.no_grad(), compress() as session:
+        MODEL(**inputs)
+        for given in (None, mask, torch.zeros(mask.shape).masked_fill(~mask, -1e9)):
+            with session.reuse() as cache:
+                logits.append(MODEL(more, attention_mask=given, past_key_values=cache).logits)
+        for token, hidden in ((0, 12), (4, 0), (3, 41)):
+            hole = mask.clone()
+            hole[0, :, token, hidden] = False
+            with pytest.raises(KVCompressError, match="hides tokens"):
+                MODEL(more, attention_mask=hole, past_key_values=session.cache)
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
 
@@ -595,6 +638,8 @@ def test_labels_are_refused_where_the_output_is_that_of_the_last_tokens_alone(op
     with compress(**options) as session:
         with pytest.raises(KVCompressError, match=f"labels= do not go with {next(iter(options))}="):
             MODEL(**INPUTS, labels=INPUTS["input_ids"])
+        with pytest.raises(KVCompressError, match=f"logits_to_keep= do not go with {next(iter(options))}="):
+            MODEL(**INPUTS, logits_to_keep=torch.tensor([3]))
         assert session.cache is None
         MODEL(**INPUTS)
 
