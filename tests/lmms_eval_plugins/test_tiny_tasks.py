@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 
+import kvcompress
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells.data import find_tasks
 from lmms_eval_plugins.model.shared_media import SharedMedia
@@ -100,6 +101,11 @@ def test_only_the_folders_of_the_named_tasks_are_indexed():
 @pytest.mark.slow  # the whole index
 def test_groups_and_tags_of_lmms_eval_are_found():
     assert "mmmu" in find_tasks(["mmmu", "tiny_textvqa"]).all_tasks
+
+
+def test_an_unknown_task_is_one_clear_error(small_index):
+    with pytest.raises(kvcompress.KVCompressError, match=r"unknown task 'tiny_textvqq'.*tiny_textvqa"):
+        find_tasks(["tiny_textvqq"])
 
 
 def test_each_task_runs_through_the_plugin(tmp_path, monkeypatch, small_index):

@@ -1,14 +1,11 @@
-"""lagkv, cur, chunkkv, criticalkv, expected-attention, capkv and compactor with its parts against plain references,
-written from their papers in float64, row by row, with loops: what kvpress's fixtures do not show, such as padding,
-short rows and ties."""
+"""compactor and its parts against plain references, written from their papers in float64, row by row, with loops, and
+what recordings do not show of lagkv, criticalkv and expected-attention: ties, errors and padding."""
 
 import dataclasses
-import math
-from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcompress
@@ -16,7 +13,7 @@ from kvcompress.clusters.leverage import gaussian
 from kvcompress.scoring.layer_view import StoredEntries
 from kvcompress.scoring.rotary import Rotary
 from tests.support.examples import examples
-from tests.support.plain_reference import SCALING, best, check, layers, snapkv_scores
+from tests.support.plain_reference import SCALING, best, check, layers
 
 plain_test = examples(40)
 INFINITE = float("inf")
@@ -36,82 +33,6 @@ def with_rotary(prompt, columns):
     positions = torch.arange(columns) - (columns - torch.tensor(prompt.lengths)[:, None])
     angles = (positions[..., None] * INV_FREQ).repeat(1, 1, 2)
     return dataclasses.replace(prompt, rotary=Rotary(angles.cos(), angles.sin(), positions, INV_FREQ))
-
-
-@plain_test
-@given(layer=layers(), stage=st.sampled_from([0.0, 0.5, 1.0]), window=st.sampled_from([1, 3]))
-def test_criticalkv_spends_the_rest_of_the_budget_on_what_moves_the_output_most(layer, stage, window):
-    queries, keys, values, prompt = layer
-    kv_heads, groups = keys.shape[1], queries.shape[1] // keys.shape[1]
-    projection = torch.nn.Linear(queries.shape[1] * 8, 6, bias=False)
-    torch.nn.init.normal_(projection.weight, generator=torch.Generator().manual_seed(0))
-    prompt = dataclasses.replace(prompt, module=SimpleNamespace(o_proj=projection))
-    weight = projection.weight.detach().double().view(6, kv_heads, groups, 8)
-    cluster = kvcompress.make_cluster("criticalkv", window_size=window, kernel_size=1, first_stage=stage)
-    kept = cluster.update_kv(queries, keys, values, prompt)
-    for row, (length, budget) in enumerate(zip(prompt.lengths, prompt.budgets, strict=True)):
-        first = keys.shape[2] - length
-        for head in range(kv_heads):
-            q = queries[row, head * groups : (head + 1) * groups, first:].double()
-            scores = snapkv_scores(q, keys[row, head, first:].double(), window, 1, "avg")
-            sure = best(scores, int(stage * budget)) if int(stage * budget) else []
-            moved = []
-            for column, value in enumerate(values[row, head, first:].double()):
-                norms = [(weight[:, head, group] @ value).abs().sum().item() for group in range(groups)]
-                moved.append((scores[column] + 1e-4) * sum(norms) / groups if column not in sure else INFINITE)
-            slots = kept.indices[row, head]
-            assert (slots[slots >= 0] - first).tolist() == sorted(best(moved, budget))
-
-
-@plain_test
-@given(
-    layer=layers(), sinks=st.sampled_from([0, 4]), future=st.sampled_from([1, 7]), epsilon=st.sampled_from([0.0, 0.1])
-)
-def test_expected_attention_keeps_what_gaussian_queries_to_come_would_take_most_from(layer, sinks, future, epsilon):
-    queries, keys, values, prompt = layer  # queries as they were before their rotation
-    prompt = with_rotary(prompt, keys.shape[2])
-
-    def reference(q, k, v, budget):
-        length = len(k)
-        turned = sum(rotation(position) for position in range(length, length + future)) / future
-        weights = torch.zeros(max(length - sinks, 0), dtype=torch.float64)
-        for head in q[:, sinks:]:
-            if not len(weights):
-                break
-            mean = turned @ head.mean(0)
-            covariance = sum(torch.outer(x - head.mean(0), x - head.mean(0)) for x in head) / len(head)
-            covariance = turned @ covariance @ turned.T
-            logits = [(mean @ key * SCALING + key @ covariance @ key * SCALING**2 / 2).item() for key in k[sinks:]]
-            total = sum(math.exp(logit - max(logits)) for logit in logits)
-            weights += torch.tensor([math.exp(logit - max(logits)) / total / len(q) for logit in logits])
-        scores = [(w + epsilon) * value.norm() for w, value in zip(weights.tolist(), v[sinks:], strict=True)]
-        return best([*[INFINITE] * min(sinks, length), *scores], budget, sinks)
-
-    cluster = kvcompress.make_cluster("expected-attention", sinks=sinks, future=future, epsilon=epsilon)
-    check(cluster, (queries, keys, values, prompt), reference)
-
-
-@plain_test
-@given(layer=layers(), sinks=st.sampled_from([0, 3]), tau=st.sampled_from([0.0, 5.0]))
-def test_capkv_keeps_what_the_capacity_loses_most_with(layer, sinks, tau):
-    queries, keys, values, prompt = layer
-    prompt = with_rotary(prompt, keys.shape[2])
-
-    def reference(q, k, v, budget):
-        length, scores = len(k), torch.zeros(max(len(k) - sinks, 0), dtype=torch.float64)
-        turned = sum(rotation(position) for position in range(length, length + 7)) / 7
-        k, v = k[sinks:], v[sinks:]
-        for head in q[:, sinks:] if len(k) else ():
-            anchor = turned @ head.mean(0)
-            logits = tau * torch.stack([anchor @ key / anchor.norm() / key.norm() for key in k])
-            weights = (logits - logits.max()).exp()
-            capacity = torch.eye(8, dtype=torch.float64)
-            capacity += sum((w + 1e-6) * torch.outer(x, x) for w, x in zip(weights, v, strict=True))
-            scores += weights * torch.stack([x @ capacity.inverse() @ x for x in v]) / len(q)
-        return best([*[INFINITE] * min(sinks, length), *scores.tolist()], budget, sinks)
-
-    cluster = kvcompress.make_cluster("capkv", sinks=sinks, tau=tau, future=7)
-    check(cluster, (queries, keys, values, prompt), reference)
 
 
 def leverage(keys, sketch):
@@ -136,19 +57,6 @@ def neighbours_votes(q, k, v, chunk):
         votes += (sum(weights) / len(q)).tolist()
     scores = [0.0, *(vote * float(value.norm()) for vote, value in zip(votes, v, strict=True)), 0.0]
     return [sum(scores[i : i + 3]) / 3 for i in range(len(k))]
-
-
-@plain_test
-@given(layer=layers(), sketch=st.sampled_from([3, 8]))
-def test_leverage_keeps_the_keys_that_others_do_not_explain(layer, sketch):
-    queries, keys, values, prompt = layer
-    assume(2 not in prompt.lengths)  # two are equally far from their mean
-
-    def reference(q, k, v, budget):
-        return best(leverage(before_rotation(k), sketch), budget)
-
-    layer = (queries, keys, values, with_rotary(prompt, keys.shape[2]))
-    check(kvcompress.make_cluster("leverage", sketch=sketch, seed=3), layer, reference)
 
 
 @plain_test
@@ -229,10 +137,5 @@ def test_expected_attention_while_decoding_counts_the_last_queries_of_each_row()
 def test_of_equal_tokens_lagkv_keeps_the_later():
     states = torch.ones(1, 1, 300, 4)
     prompt = kvcompress.Prompt(0, 1, [300], [4 + 5 + 46], SCALING)  # 46 tokens are protected beside the sinks
-    kept = (
-        kvcompress.make_cluster("lagkv", sinks=4, lag=25)
-        .update_kv(states, states, states, prompt)
-        .indices[0, 0]
-        .tolist()
-    )
-    assert kept == [0, 1, 2, 3, *[4 + 25 * part + 24 for part in range(5, 10)], *range(254, 300)]
+    kept = kvcompress.make_cluster("lagkv", sinks=4, lag=25).update_kv(states, states, states, prompt)
+    assert kept.indices[0, 0].tolist() == [0, 1, 2, 3, *[4 + 25 * part + 24 for part in range(5, 10)], *range(254, 300)]

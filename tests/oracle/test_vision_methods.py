@@ -16,7 +16,7 @@ from kvcompress.scoring.vision import frame_tokens, text_first
 from kvcompress.scoring.windows import protect_ends
 from tests.support.examples import examples
 from tests.support.families import FAMILIES, IMAGE, VIDEO
-from tests.support.plain_reference import SCALING, layers, merged_by_hand, snapkv_scores
+from tests.support.plain_reference import SCALING, layers, snapkv_scores
 
 INF = float("inf")
 oracle = examples(40)
@@ -124,33 +124,6 @@ def test_text_ranks_above_vision_and_each_kind_keeps_its_order(scores, seed):
     assert torch.equal(text, plain[:, :, ~vision[0]])
     small = torch.tensor([[[1e-9, 1.1e-9]]])
     assert text_first(small, dataclasses.replace(prompt, vision=torch.tensor([[True, True]]))).diff() > 0
-
-
-@oracle
-@given(layer=vision_layers(), recent=st.sampled_from([0.0, 0.5, 1.0]), variant=st.sampled_from(["paper", "effivlm"]))
-def test_look_m_keeps_recent_tokens_and_heavy_text_before_heavy_vision(layer, recent, variant):
-    def reference(row, head):
-        sums = row.of_head(head).sum(0).tolist()
-        ranks = [(0 if row.vision[i] else 1, score) for i, score in enumerate(sums)]
-        return with_recent(ranks, max(1, int(0.1 * row.budget)) if variant == "effivlm" else int(recent * row.budget))
-
-    check(kvcompress.make_cluster("look-m", recent=recent, variant=variant), layer, reference)
-
-
-@oracle
-@given(layer=vision_layers(), merge=st.sampled_from([None, "average"]), same=st.booleans())
-def test_look_m_merges_by_pivots_unless_told_otherwise(layer, merge, same):
-    queries, keys, values, prompt = layer
-    prompt = dataclasses.replace(prompt, settings=Settings(merge=merge, merge_modality="same" if same else "any"))
-    kept = kvcompress.make_cluster("look-m").update_kv(queries, keys, values, prompt)
-    for number, row in enumerate(rows_of(layer)):
-        for head in range(row.kv_heads):
-            slots = kept.indices[number, head]
-            columns = (slots[slots >= 0] - row.first).tolist()
-            kind = row.vision if same else None
-            expected = merged_by_hand(row.k[head], row.v[head], columns, merge or "pivot", kind)
-            for part, wanted in zip((kept.keys, kept.values), expected, strict=True):
-                torch.testing.assert_close(part[number, head, slots >= 0].double(), wanted, atol=1e-5, rtol=0)
 
 
 @oracle
@@ -421,43 +394,6 @@ def test_tgv_kv_weights_the_questions_words_and_evicts_text_last(layer, sinks):
 def test_the_vision_budget_is_the_questions_attention_to_vision(layer):
     expected = [float(row.A.mean(0)[row.observers][:, row.images].sum()) for row in rows_of(layer)]
     assert measured("vision", layer).tolist() == pytest.approx(expected, abs=1e-4)
-
-
-@oracle
-@given(
-    layer=vision_layers(),
-    tar=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
-    recent=st.sampled_from([0.0, 0.25, 0.5]),
-    frame=st.sampled_from([1, 2, 5]),
-)
-def test_infinipot_v_keeps_new_frames_what_changed_before_them_and_large_values(layer, tar, recent, frame):
-    def reference(row, head):
-        norms = row.v[head].norm(dim=-1).tolist()
-        ranks = [(0 if row.vision[i] else 9, norm) for i, norm in enumerate(norms)]
-        images = row.images
-        frames = len(images) // frame
-        if frames < 2:
-            return ranks
-        new = max(1, int(recent * frames))
-        old = frames - new
-        room = max(0, row.budget - len(row.text))
-        redundancy = {}
-        for o in range(old * frame):
-            key = row.k[head, images[o]]
-            same_place = [row.k[head, images[f * frame + o % frame]] for f in range(old, frames)]
-            redundancy[o] = sum(float(torch.cosine_similarity(key, k, dim=0)) for k in same_place) / new
-        order = sorted(redundancy, key=lambda o: (-redundancy[o], o)) + list(range(old * frame, len(images)))
-        first = room - round((1 - tar) * room)
-        for o in order[len(order) - first :] if first else []:
-            ranks[images[o]] = (5, 0.0)
-        return ranks
-
-    cluster = kvcompress.make_cluster("infinipot-v", tar=tar, recent=recent, frame_tokens=frame)
-    check(cluster, layer, reference)
-    *states, prompt = layer
-    found = dataclasses.replace(prompt, frame_tokens=(frame,) * len(prompt.lengths))
-    by_prompt = kvcompress.make_cluster("infinipot-v", tar=tar, recent=recent).update_kv(*states, found)
-    assert torch.equal(by_prompt.indices, cluster.update_kv(*states, prompt).indices)
 
 
 def test_infinipot_v_keeps_the_patch_that_changed_and_the_last_frame():

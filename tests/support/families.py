@@ -84,6 +84,12 @@ TOKENS_PER_IMAGE = {
     "audio": AUDIO_TOKENS,
 }
 
+STAMPED = {  # a video's frame, with UNUSED for its time stamp; some have the tokens of an image
+    "qwen3": [UNUSED, VISION_START, *[VIDEO] * 4],
+    "glm4v": [VISION_START, *[IMAGE] * 4, VISION_END, UNUSED],
+    "gemma4": [UNUSED, VISION_START, *[VIDEO] * SMALL_TOKENS, VISION_END],
+    "molmo2": [UNUSED, VISION_START, *[IMAGE] * SMALL_TOKENS, VISION_END],
+}
 TYPED = ("qwen", "qwen3", "glm4v", "gemma4", "molmo2")  # formats whose inputs say which tokens are an image's
 
 
@@ -170,20 +176,14 @@ class Family:
         words = (order[:20] + FIRST_TEXT).tolist()
         patch = 16 if self.image_format.startswith("qwen3") else 14
         pixels, size = (FRAMES * 16, 3 * 2 * patch * patch), {"video_grid_thw": torch.tensor([[FRAMES, 4, 4]])}
-        if self.image_format == "qwen3":  # a time stamp before each frame
-            frames = [[stamp, VISION_START, *[VIDEO] * 4] for stamp in words[6 : 6 + FRAMES]]
-            video, after = [token for frame in frames for token in frame], words[6 + FRAMES :]
-        elif self.image_format == "glm4v":  # the tokens of its images, and a time stamp after each frame
-            frames = [[VISION_START, *[IMAGE] * 4, VISION_END, stamp] for stamp in words[6 : 6 + FRAMES]]
-            video, after = [token for frame in frames for token in frame], words[6 + FRAMES :]
+        if self.image_format in STAMPED:
+            stamps, frame = words[6 : 6 + FRAMES], STAMPED[self.image_format]
+            video = [stamp if token == UNUSED else token for stamp in stamps for token in frame]
+            after = words[6 + FRAMES :]
         elif self.image_format in ("qwen", "qwen3-omni"):
             video, after = [VISION_START, *[VIDEO] * (4 * FRAMES)], words[6:]
             if self.image_format == "qwen3-omni":
                 video, size = [*video, VISION_END], size | {"video_second_per_grid": torch.ones(1)}
-        elif self.image_format in ("gemma4", "molmo2"):
-            token = VIDEO if self.image_format == "gemma4" else IMAGE  # Molmo 2: as those of its images
-            frames = [[stamp, VISION_START, *[token] * SMALL_TOKENS, VISION_END] for stamp in words[6 : 6 + FRAMES]]
-            video, after = [token for frame in frames for token in frame], words[6 + FRAMES :]
         elif self.image_format == "minicpm":
             video, after = [VIDEO] * (SMALL_TOKENS * FRAMES), words[6:]
             height, width = MINICPM_GRID

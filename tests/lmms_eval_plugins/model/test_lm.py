@@ -146,6 +146,23 @@ def test_every_cell_runs_on_the_one_loaded_model_and_its_rows_say_what_was_kept(
     assert len({tuple(answer) for answer in answers.values()}) > 1  # the compressed cache is what is decoded from
 
 
+def test_a_video_in_chunks_is_the_one_in_one_piece_and_keeps_its_budget(lm, video):
+    docs = [{"text": "what happens?", "videos": [video]}]
+    decoder, passes, answers = kvcompress.hooks.model.text_decoder(lm.model), [], []
+    handle = decoder.register_forward_hook(lambda module, args, output: passes.append(output[0].shape[1]))
+    for cell in ({}, {"method": "snapkv", "ratio": 1.0}, {"method": "infinipot-v", "budget": 40}):
+        lm.set_cell(**cell, **({"prefill_chunk": 64} if cell else {}))
+        lm.reset_rows()
+        passes.clear()
+        answers.append(texts(lm.generate_until(requests(lm, docs))))
+        (row,) = lm.rows
+        assert max(passes) == (64 if cell else row["tokens_in"])
+    handle.remove()
+    assert answers[0] == answers[1] != answers[2]
+    assert row["tokens_in"] > 3 * 64
+    assert row["realised_ratio"] == pytest.approx([40 / row["tokens_in"]] * 5)
+
+
 def test_rows_hold_every_field_and_go_to_json(lm):
     lm.generate_until(requests(lm, [{"text": "what?", "images": [image(0)]}], task="t"))
     (row,) = json.loads(json.dumps(lm.rows))
