@@ -13,9 +13,9 @@ from tests.support.families import FAMILIES
 from tests.support.kept import kept_lists
 
 VLM = FAMILIES["llava-onevision"]
-CASES = [
-    {"method": method} for method in ("cam", "expected-attention", "h2o", "hindsight", "kvcrush", "kvzip", "random")
-]
+METHODS = ["cam", "capkv", "expected-attention", "h2o", "hindsight", "kvcrush", "kvzip", "random"]
+METHODS += ["cdpruner", "divprune", "prumerge+", "random-tokens", "sparsevlm"]
+CASES = [{"method": method} for method in METHODS]
 CASES += [{"method": "snapkv", "layer_budget": name} for name in ("entropy", "sparsity", "variance", "vision")]
 
 
