@@ -365,7 +365,7 @@ class Choice:
 
     def _added(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView, block: int = 128) -> torch.Tensor:
         """Return what the latest queries add to each entry's sum, `block` queries at a time to save memory."""
-        sums = torch.zeros(keys.shape[:3], device=keys.device)
+        sums = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
         for start in range(0, queries.shape[2], block):
             some = queries[:, :, start : start + block]
             seen = view.stored.seen - queries.shape[2] + start + some.shape[2]

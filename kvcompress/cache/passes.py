@@ -281,7 +281,7 @@ class Waiting(Pass):
         self.scores = self.measured = None
         self._length = prompt.first + prompt.tokens.columns
         if self.choice.policy.cluster.second_pass:
-            nothing = torch.zeros(candidates.keys.shape[:3], device=candidates.keys.device)
+            nothing = torch.zeros(candidates.keys.shape[:3], dtype=torch.float32, device=candidates.keys.device)
             candidates.view = replace(candidates.view, received=nothing)
         else:
             self.assess()

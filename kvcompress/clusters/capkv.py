@@ -48,9 +48,9 @@ class CapKVCluster(KVCluster):
         logits = logits.masked_fill(~counted[:, :, None], float("-inf"))
         weights = (logits - logits.amax(-1, keepdim=True)).exp().nan_to_num(0.0)  # NaN: only sinks
         values = values.double().masked_fill(~counted[..., None], 0.0)
-        scores = torch.zeros(keys.shape[:3], device=keys.device)
+        scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
         for weight in weights.unbind(2):
             scaled = values * (weight + EPSILON)[..., None]
-            capacity = torch.eye(values.shape[-1], device=keys.device) + scaled.mT @ values
+            capacity = torch.eye(values.shape[-1], dtype=values.dtype, device=keys.device) + scaled.mT @ values
             scores += weight * inverse_form(values, capacity) / weights.shape[2]
         return scores.masked_fill(sinks, float("inf"))

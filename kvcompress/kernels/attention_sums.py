@@ -27,8 +27,8 @@ def attention_with_sums(
     batch, kv_heads, columns, _ = key.shape
     groups = query.shape[1] // kv_heads
     output = query.new_empty(batch, columns, kv_heads, groups, value.shape[3])
-    sums = torch.zeros(batch, kv_heads, columns)
-    mean = torch.tensor(1 / groups)
+    sums = torch.zeros(batch, kv_heads, columns, dtype=torch.float32)
+    mean = torch.tensor(1 / groups, dtype=torch.float32)
     for at, weights in attention_of_heads(query, key, scaling, max(1, ROWS // groups)):
         block = (weights @ value[at.row, at.head, : at.end]).unflatten(0, (groups, -1))
         output[at.row, at.start : at.end, at.head] = block.transpose(0, 1)

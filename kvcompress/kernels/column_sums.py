@@ -79,8 +79,8 @@ def column_sums_blocked(
 ) -> torch.Tensor:
     """Compute one block of the attention at a time, from the first query with a nonzero weight on."""
     groups = queries.shape[1] // keys.shape[1]
-    sums = torch.zeros(keys.shape[:3], device=keys.device)
-    counts = torch.ones(len(keys), keys.shape[2], device=keys.device) if weights is None else weights.float()
+    sums = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
+    counts = (torch.ones(len(keys), keys.shape[2], device=keys.device) if weights is None else weights).float()
     starts = None if weights is None else (weights != 0).int().argmax(1).tolist()
     for at, attention in attention_of_heads(queries, keys, scaling, block, padding, starts):
         per_query = (counts[at.row, at.start : at.end] / groups).repeat(groups)
@@ -117,8 +117,8 @@ def attention_of_heads(
     groups = queries.shape[1] // kv_heads
     block = min(block, columns)
     pads = [[0] * kv_heads] * batch if padding is None else padding.expand(batch, kv_heads).tolist()
-    future = torch.full((block, block), float("-inf"), device=keys.device).triu_(1)
-    buffer = torch.empty(groups * block * columns, device=keys.device)
+    future = torch.full((block, block), float("-inf"), dtype=torch.float32, device=keys.device).triu_(1)
+    buffer = torch.empty(groups * block * columns, dtype=torch.float32, device=keys.device)
     for row in range(batch):
         for head in range(kv_heads):
             pad = pads[row][head]

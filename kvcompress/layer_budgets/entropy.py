@@ -16,7 +16,7 @@ class AttentionEntropyLayerBudget(LayerBudget):
     def measure(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
-        sums = torch.zeros(keys.shape[0], device=keys.device)
+        sums = torch.zeros(keys.shape[0], dtype=torch.float32, device=keys.device)
         for _, weights in view.attention_blocks(queries, keys):
             sums -= torch.xlogy(weights, weights).sum(-1).mean((1, 2)).sum(1)
         return sums / on_device(view.lengths, keys.device).clamp(min=1)
@@ -40,7 +40,7 @@ class EntropyLayerBudget(AttentionEntropyLayerBudget):
     def measure(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
-        of_vision, of_text = torch.zeros(2, keys.shape[0], device=keys.device)
+        of_vision, of_text = torch.zeros(2, keys.shape[0], dtype=torch.float32, device=keys.device)
         if view.vision is None:
             return of_text
         for rows, weights in view.attention_blocks(queries, keys):

@@ -21,7 +21,7 @@ class SparsityLayerBudget(LayerBudget):
     ) -> torch.Tensor:
         observers = observer_queries(view, keys)
         first = int(observers.any(0).int().argmax())
-        dense = torch.zeros(keys.shape[0], device=keys.device)
+        dense = torch.zeros(keys.shape[0], dtype=torch.float32, device=keys.device)
         for rows, weights in view.attention_blocks(queries, keys, first):
             above = (weights >= THRESHOLD * weights.amax(-1, keepdim=True)) & (weights > 0)
             dense += (above.sum(-1) * observers[:, None, None, rows]).sum((1, 2, 3))

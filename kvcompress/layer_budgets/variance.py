@@ -20,7 +20,8 @@ class VarianceLayerBudget(LayerBudget):
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
         columns = keys.shape[2]
-        received = torch.zeros(keys.shape[0], queries.shape[1], columns, device=keys.device)
+        shape = keys.shape[0], queries.shape[1], columns
+        received = torch.zeros(shape, dtype=torch.float32, device=keys.device)
         for rows, weights in view.attention_blocks(queries, keys):
             received[..., : rows.stop] += weights.sum(3).flatten(1, 2)
         tokens = on_device(view.lengths, keys.device)[:, None]

@@ -18,5 +18,5 @@ class VisionLayerBudget(LayerBudget):
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
         if view.vision is None:
-            return torch.zeros(keys.shape[0], device=keys.device)
+            return torch.zeros(keys.shape[0], dtype=torch.float32, device=keys.device)
         return (question_attention(queries, keys, view).mean(1) * view.vision).sum(1)

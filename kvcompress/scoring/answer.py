@@ -59,7 +59,7 @@ def output_error(answer: Answer) -> torch.Tensor:
     gram = (projection @ projection.transpose(2, 3)).transpose(0, 1)  # (kv_heads, groups, head_dim, head_dim)
     values = values[:, :, None]  # (batch, kv_heads, 1, keys, head_dim)
     of_values = ((values @ gram) * values).sum(-1)[:, :, :, None]
-    total = torch.zeros(answer.keys.shape[:3], device=values.device)
+    total = torch.zeros(answer.keys.shape[:3], dtype=torch.float32, device=values.device)
     for weights in answer.weights():
         outputs = weights @ values
         projected = outputs @ gram

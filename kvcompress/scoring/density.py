@@ -17,7 +17,7 @@ def density_peaks(states: torch.Tensor, count: int, neighbours: int) -> tuple[to
     density = nearest.square().mean(1).neg().exp()
     # Two tokens that are each other's nearest are equally dense: the earlier one counts as denser (the released codes
     # of SparseVLM, FastVID and HoliTom let noise decide).
-    density += 1e-6 * torch.linspace(1, 0, len(states), device=states.device)
+    density += 1e-6 * torch.linspace(1, 0, len(states), dtype=torch.float32, device=states.device)
     denser = density > density[:, None]  # [i, j]: j is denser than i
     apart = distances.masked_fill(~denser, float("inf")).amin(1)
     apart = torch.where(apart.isinf(), distances.max(), apart)  # the densest of all

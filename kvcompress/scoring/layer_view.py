@@ -289,10 +289,10 @@ def uniform_noise(view: LayerView, kv_heads: int, columns: int, seed: int | str)
 
     The draw depends on the seed, the layer and the row's own tokens: it is the same in any batch and on any device, and
     differs at each eviction."""
-    noise = torch.zeros(len(view.lengths), kv_heads, columns)
+    noise = torch.zeros(len(view.lengths), kv_heads, columns, dtype=torch.float32)
     for row, (length, tokens) in enumerate(zip(view.lengths, view.tokens, strict=True)):
         generator = generator_of(seed, view.place, view.row_seeds[row], tokens)
-        noise[row, :, columns - length :] = torch.rand(kv_heads, length, generator=generator)
+        noise[row, :, columns - length :] = torch.rand(kv_heads, length, dtype=torch.float32, generator=generator)
     return noise
 
 

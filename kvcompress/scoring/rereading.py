@@ -35,7 +35,7 @@ def received(
     is_cpu = queries.device.type == "cpu"
     rows, most = (1, 1 << 18) if is_cpu else (batch, 1 << 26)  # logits at a time; a CPU keeps them in its cache
     block = block or max(16, most // (rows * queries.shape[1] * width))
-    best = torch.full((batch, kv_heads, groups, keys.shape[2]), -torch.inf, device=keys.device)
+    best = torch.full((batch, kv_heads, groups, keys.shape[2]), -torch.inf, dtype=torch.float32, device=keys.device)
     for first in range(0, batch, rows):
         own = slice(first, first + rows)
         columns, fed_columns = keys[own].float().mT, fed_keys[own].float().mT

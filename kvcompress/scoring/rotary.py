@@ -154,7 +154,7 @@ class Rotary:
         angles = future[..., None].float() * self.inv_freq.float()  # (batch, count, rotated / 2)
         cos, sin = (turn.mean(1).repeat(1, 2)[..., None] * self.scaling for turn in (angles.cos(), angles.sin()))
         rotated = cos.shape[1]
-        unit = torch.eye(head_dim, device=positions.device)
+        unit = torch.eye(head_dim, dtype=torch.float32, device=positions.device)
         rotation = unit.repeat(len(positions), 1, 1)
         unit = unit[:rotated, :rotated]
         turn = cos * unit + sin * rotate_half(unit).T

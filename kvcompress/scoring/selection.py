@@ -61,7 +61,7 @@ def sinks_first(scores: torch.Tensor, sinks: int, padding: torch.Tensor | None =
         position = position - padding[..., None]
     rank = (position + 1).clamp(max=sinks + 1)
     rank[..., -1:] = 0  # a slice: torch 2.11 waits for the device to set one number
-    return torch.where(scores >= most, most * (1 - rank * STEP), scores)
+    return torch.where(scores >= most, most * (1 - rank.float() * STEP), scores)
 
 
 def ranks(scores: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
@@ -166,7 +166,7 @@ def blended_shares(scores: torch.Tensor, best: torch.Tensor, total: torch.Tensor
 def safe_shares(scores: torch.Tensor, best: torch.Tensor, total: torch.Tensor, safeguard: float) -> torch.Tensor:
     """Return `blended_shares` in kvpress's form: each head is guaranteed only `safeguard` of its even share, which
     includes the entries that must stay."""
-    return (safeguard * (total // scores.shape[1])).long().minimum(_real(scores))
+    return (safeguard * (total // scores.shape[1]).float()).long().minimum(_real(scores))
 
 
 ADAPTIVE = {"adaptive": blended_shares, "adaptive-kvpress": safe_shares}

@@ -111,7 +111,7 @@ def elite_attention(queries: torch.Tensor, keys: torch.Tensor, view: LayerView, 
     elite = observers & (last >= alpha * last.amax(1, keepdim=True))
     vision = torch.zeros_like(elite) if view.vision is None else view.vision
     first = int(observers.any(0).int().argmax())
-    sums = torch.zeros(keys.shape[:3], device=keys.device)
+    sums = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
     for rows, weights in view.attention_blocks(queries, keys, first):
         at_vision = vision[:, None, None, None, : rows.stop]
         counted = weights * (vision | elite)[:, None, None, None, : rows.stop]

@@ -43,7 +43,7 @@ class CDPruner(TokenMethod):
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         """Score tokens by the order in which they are chosen, the rest below 0 by relevance."""
-        scores = torch.zeros(tokens.vision.shape, device=tokens.vision.device)
+        scores = torch.zeros(tokens.vision.shape, dtype=torch.float32, device=tokens.vision.device)
         for row, budget in enumerate(tokens.budgets):
             if budget:
                 columns = tokens.vision[row].nonzero()[:, 0]
@@ -57,7 +57,7 @@ class CDPruner(TokenMethod):
     def _relevance(self, states: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         """Return the relevance of states (tokens, size) to those of a text, all of length 1: (tokens,), at most 1."""
         if self.relevance == "none" or not len(text):
-            return torch.ones(len(states), device=states.device)
+            return torch.ones_like(states[:, 0])
         alike = states @ text.mean(0)
         return (alike - alike.min() + 1e-6) / (alike.max() - alike.min() + 1e-6)
 

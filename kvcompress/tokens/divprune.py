@@ -28,7 +28,7 @@ class DivPrune(TokenMethod):
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         """Score tokens by the order in which they are chosen, the first highest."""
-        scores = torch.zeros(tokens.vision.shape, device=tokens.vision.device)
+        scores = torch.zeros(tokens.vision.shape, dtype=torch.float32, device=tokens.vision.device)
         for row, budget in enumerate(tokens.budgets):
             if budget:
                 columns = tokens.vision[row].nonzero()[:, 0]
@@ -40,7 +40,7 @@ class DivPrune(TokenMethod):
 def farthest_first(states: torch.Tensor, count: int) -> torch.Tensor:
     """Choose `count` of the states (tokens, size), of length 1: their indices (count,), in the order of choice."""
     tokens = torch.arange(len(states), device=states.device)
-    apart = torch.empty(len(states), device=states.device)  # distance to the nearest other, later kept, token
+    apart = torch.empty_like(states[:, 0])  # distance to the nearest other, later kept, token
     for part in tokens.split(1024):  # never all pairs at once
         likeness = (states[part] @ states.T).masked_fill(part[:, None] == tokens, -1)
         apart[part] = 1 - likeness.amax(1)

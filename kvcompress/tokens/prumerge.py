@@ -85,7 +85,7 @@ class PruMergePlus(TokenMethod):
 
         Returns the indices of `budget` patches, or of as many as the number of outliers implies."""
         patches = len(weights)
-        low, high = torch.quantile(weights, on_device([0.25, 0.75], weights.device))
+        low, high = torch.quantile(weights, on_device([0.25, 0.75], weights.device, weights.dtype))
         outliers = int((weights > high + 1.5 * (high - low)).sum())
         outliers = int(patches * (outliers / patches))  # as in the released code: rounding may lose one
         first = weights.topk(min(outliers, budget)).indices

@@ -31,7 +31,8 @@ class RandomTokens(TokenMethod):
         return [0]
 
     def score(self, tokens: Tokens) -> torch.Tensor:
-        scores = torch.zeros(tokens.vision.shape)
+        scores = torch.zeros(tokens.vision.shape, dtype=torch.float32)
         for row, (vision, row_seed) in enumerate(zip(tokens.vision.cpu(), tokens.row_seeds, strict=True)):
-            scores[row, vision] = torch.rand(int(vision.sum()), generator=generator_of(self.seed, row_seed))
+            draw = generator_of(self.seed, row_seed)
+            scores[row, vision] = torch.rand(int(vision.sum()), dtype=torch.float32, generator=draw)
         return scores.to(tokens.vision.device)

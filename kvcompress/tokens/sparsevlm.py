@@ -116,7 +116,7 @@ class SparseVLM(TokenMethod):
                 raters[row, -1] = True
                 continue
             text = tokens.hidden[row, columns[-1] + 1 :].float()
-            affinity = torch.zeros(len(text), device=text.device)
+            affinity = torch.zeros_like(text[:, 0])
             for part in columns.split(1024):  # never all pairs at once
                 affinity += (tokens.hidden[row, part].float() @ text.T).softmax(1).sum(0)
             raters[row, columns[-1] + 1 :] = affinity >= affinity.mean()
@@ -140,7 +140,7 @@ class SparseVLM(TokenMethod):
                 columns = second[row].nonzero()[:, 0]
                 states = tokens.hidden[row, columns].float()
                 peaks, cluster = density_peaks(states, clusters, clusters)
-                sums = torch.zeros(clusters, states.shape[1], device=states.device).index_add_(0, cluster, states)
+                sums = states.new_zeros(clusters, states.shape[1]).index_add_(0, cluster, states)
                 hidden[row, columns[peaks]] = (sums / cluster.bincount(minlength=clusters)[:, None]).to(hidden.dtype)
                 chosen[row, columns[peaks]] = True
         return chosen, hidden
