@@ -1,8 +1,22 @@
-"""SparseVLM: what the raters attend to, step by step, and what is recycled."""
+"""SparseVLM: its raters, and how many tokens stay step by step."""
 
 import pytest
+import torch
 
 import kvcompress
+from kvcompress.check.reference import generate
+from tests.support.token_methods import batch, entering, vision_of
+
+
+def test_sparsevlm_finds_its_raters_by_what_enters_the_first_layer(monkeypatch):
+    cls, given = kvcompress.list_methods()["sparsevlm"].cls, []
+    prepare = cls.prepare
+    monkeypatch.setattr(cls, "prepare", lambda self, tokens: given.append(tokens) or prepare(self, tokens))
+    model, inputs = batch("qwen2-vl")
+    with entering(model, 0) as states, kvcompress.compress(model, "sparsevlm", 0.5):
+        generate(model, inputs, 1)
+    assert torch.equal(given[0].hidden, states[0])
+    assert torch.equal(given[0].vision, vision_of(inputs))
 
 
 @pytest.mark.parametrize(("asked", "counts"), [(192, (300, 200, 110)), (128, (303, 110, 36)), (64, (66, 30, 17))])
