@@ -102,40 +102,14 @@ def plain_kvzap(weights: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch
     return (inner @ weights["2.weight"].T + weights["2.bias"]).T
 
 
-def plain_gate(weights: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-    """The share of the attention of a token's small queries that its own small key gets beside the learned sinks."""
-    weights = {name: part.double() for name, part in weights.items()}
-    heads, _, sinks, size = weights["k_base"].shape
-    groups = weights["b"].shape[2]
-
-    def normed(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-        return x / (x.square().mean() + 1e-6).sqrt() * by
-
-    scores = torch.zeros(heads, len(hidden), dtype=torch.float64)
-    for head in range(heads):
-        for token, state in enumerate(hidden):
-            key = normed((weights["k_proj.weight"] @ state)[head * size : (head + 1) * size], weights["k_norm.weight"])
-            queries = weights["q_proj.weight"] @ state + weights["q_proj.bias"]
-            for group in range(groups):
-                start = (head * groups + group) * size
-                query = normed(queries[start : start + size], weights["q_norm.weight"])
-                own = (query @ key / math.sqrt(size) + weights["b"][head, 0, group]).exp()
-                others = sum((query @ weights["k_base"][head, 0, s] / math.sqrt(size)).exp() for s in range(sinks))
-                scores[head, token] += own / (own + others) / groups
-    return scores
-
-
-PLAIN = {"kvzap": plain_kvzap, "fastkvzip": plain_gate}
 FREE = {"kvzap": {"recent": 0}, "fastkvzip": {"sinks": 0, "window_ratio": 0.0}}  # nothing is protected but a last token
 
 
 def held_after(scores: list[float], prompt: int, case: Case, options: dict) -> list[int]:
-    """The columns that last, of one head: the best of each chunk and what was held, then the same at each eviction.
-    Fast KVzip keeps the last token besides."""
+    """The columns that last, of one head: the best of each chunk and what was held, then the same at each eviction."""
 
     def best(columns: list[int], room: int) -> list[int]:
-        last = columns[-1] if case.method == "fastkvzip" else None
-        return sorted(sorted(columns, key=lambda column: (column == last, scores[column]), reverse=True)[:room])
+        return sorted(sorted(columns, key=lambda column: scores[column], reverse=True)[:room])
 
     held, size = [], options.get("prefill_chunk", prompt)
     stops = range(prompt, 0, -size)[::-1]
@@ -154,28 +128,27 @@ def held_after(scores: list[float], prompt: int, case: Case, options: dict) -> l
     ids=["prompt", "chunks", "steps"],
 )
 @pytest.mark.parametrize("family", ["qwen2", "llava-onevision"])
-@each_method
-def test_the_highest_scores_last_in_a_prompt_chunk_by_chunk_and_while_decoding(method, family, options):
-    """In the first layer, whose inputs are the tokens' own, whatever was dropped before."""
-    case = case_of(method, family, (40,), **FREE[method], **EVEN)
+def test_the_highest_scores_last_in_a_prompt_chunk_by_chunk_and_while_decoding(family, options):
+    """In the first layer, whose inputs are the tokens' own, whatever was dropped before. What fastkvzip's gates give:
+    tests/oracle/authors/test_learned.py."""
+    case = case_of("kvzap", family, (40,), **FREE["kvzap"], **EVEN)
     model, inputs = case.model, case.inputs
     with case.compress(**options) as session:
         tokens, _ = generate(model, inputs, 8)
     ids = torch.cat([inputs["input_ids"], tokens[:, :-1]], 1)
     hidden = inputs_of_layers(model, {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)})[0]
-    weights = getattr(checkpoints, method)(dict(case.options)["checkpoint"]).layers[0]
-    for scores, kept in zip(PLAIN[method](weights, hidden), session.cache.kept_indices(0)[0], strict=True):
+    weights = checkpoints.kvzap(dict(case.options)["checkpoint"]).layers[0]
+    for scores, kept in zip(plain_kvzap(weights, hidden), session.cache.kept_indices(0)[0], strict=True):
         assert kept.tolist() == held_after(scores.tolist(), 40, case, options)
 
 
-@each_method
-def test_every_layer_has_its_own_weights_and_inputs(method):
-    case = case_of(method, "qwen2", (40,), **FREE[method], **EVEN)
+def test_every_layer_has_its_own_weights_and_inputs():
+    case = case_of("kvzap", "qwen2", (40,), **FREE["kvzap"], **EVEN)
     with case.compress() as session:
         generate(case.model, case.inputs, 1)
-    layers = getattr(checkpoints, method)(dict(case.options)["checkpoint"]).layers
+    layers = checkpoints.kvzap(dict(case.options)["checkpoint"]).layers
     for layer, hidden in enumerate(inputs_of_layers(case.model, case.inputs)):
-        heads = PLAIN[method](layers[layer], hidden)
+        heads = plain_kvzap(layers[layer], hidden)
         for scores, kept in zip(heads, session.cache.kept_indices(layer)[0], strict=True):
             assert kept.tolist() == held_after(scores.tolist(), 40, case, {})
 

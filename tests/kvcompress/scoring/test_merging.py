@@ -144,19 +144,6 @@ def test_cam_adds_an_evicted_value_to_those_behind_it_by_its_share_of_attention(
             torch.testing.assert_close(ours.values[row, head, used].double(), wanted, atol=1e-5, rtol=0)
 
 
-def test_cam_merges_as_often_as_the_evicted_entry_has_of_its_followers_attention():
-    values = torch.zeros(1, 1, 3, 1)
-    values[0, 0, 0] = 32.0
-    scores = torch.tensor([[[0.3, 0.5, 0.7]]])
-    merged = []
-    for seed in range(400):
-        prompt = kvcompress.Prompt(0, 1, [3], [2], 1.0, row_seeds=(seed,), settings=Settings(merge="cam"))
-        kept = kvcompress.make_cluster("knorm").keep(scores, values, values, prompt)
-        assert kept.values[0, 0, 0] == kept.values[0, 0, 1]
-        merged.append(float(kept.values[0, 0, 0]))
-    assert sum(merged) / len(merged) == pytest.approx(0.5, abs=0.1)  # 0.3 of a mean of 0.6
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [

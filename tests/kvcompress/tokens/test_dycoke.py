@@ -8,28 +8,7 @@ import torch
 
 import kvcompress
 from kvcompress.check.reference import attended, attending_by, generate
-from tests.support.examples import paired
-from tests.support.token_methods import TOLERANCE, VIDEO_FAMILIES, budget, kept_columns, of_video, video_batch
-
-
-@pytest.mark.parametrize(("family", "ratio"), paired(list(VIDEO_FAMILIES), [0.5, 0.7, 1.0]))
-def test_dycoke_keeps_every_fourth_frame_and_what_is_new_in_the_others(family, ratio):
-    kept, states, of_frames = of_video("dycoke", family, ratio, decode_drop=0.0)
-    for row, columns in enumerate(of_frames if ratio < 1 else []):
-        newline = int(family == "llava-onevision")
-        n = budget(ratio, sum(map(len, columns)) + newline)
-        # The third frame of the last four, or fewer, stays whole, as in the released code.
-        whole = [f for f in range(len(columns)) if f % 4 == 0 or (f % 4 == 2 and f + 2 > len(columns) - 1)]
-        later = [f for f in range(len(columns)) if f not in whole]
-        share, more = divmod(n - newline - sum(len(columns[f]) for f in whole), len(later))
-        stays = [c for f in whole for c in columns[f]]
-        for number, f in enumerate(later):
-            then = columns[f - 2] if f % 4 == 2 else columns[f - 1]
-            likeness = torch.cosine_similarity(states[row, columns[f]].double(), states[row, then].double())
-            new = likeness.argsort()[: share + (number < more)].tolist()
-            stays += [columns[f][i] for i in new]
-        shown = {c for frame in columns for c in frame}
-        assert [c for c in kept[row] if c in shown] == sorted(stays)
+from tests.support.token_methods import TOLERANCE, kept_columns, video_batch
 
 
 @contextmanager

@@ -1,12 +1,9 @@
 """Random vision tokens: every token is as likely to stay, and a row's draw is its own."""
 
-import pytest
 import torch
 
 import kvcompress
 from kvcompress.tokens import Tokens
-from tests.support.families import VLM_FAMILIES
-from tests.support.token_methods import as_hidden, assert_rows_as_alone, batch, vision_of
 
 
 def chosen(seed: int, row_seeds: tuple[int, ...], budget: int = 5) -> torch.Tensor:
@@ -18,16 +15,6 @@ def chosen(seed: int, row_seeds: tuple[int, ...], budget: int = 5) -> torch.Tens
     kept, hidden = method.choose(method.score(tokens), tokens)
     assert hidden is tokens.hidden
     return kept[:, 5:25]
-
-
-@pytest.mark.parametrize("family", VLM_FAMILIES)
-def test_what_it_drops_is_hidden_and_a_row_alone_keeps_the_same(family):
-    model, inputs = batch(family)
-    kept = as_hidden(model, inputs, "random-tokens", 0.4).kept
-    assert_rows_as_alone(model, family, inputs, "random-tokens", 0.4)
-    text = inputs["attention_mask"].bool() & ~vision_of(inputs)
-    for columns, of_row in zip(kept[0], text, strict=True):
-        assert set(of_row.nonzero()[:, 0].tolist()) <= set(columns)
 
 
 def test_every_token_is_as_likely_to_stay_and_the_budget_is_exact():

@@ -22,6 +22,7 @@ from tests.support.token_methods import (
     LENGTHS,
     NEW,
     TOLERANCE,
+    VIDEO_FAMILIES,
     as_hidden,
     assert_rows_as_alone,
     batch,
@@ -29,6 +30,7 @@ from tests.support.token_methods import (
     full_attention,
     hidden_from,
     kept_columns,
+    of_video,
     video_batch,
     vision_of,
 )
@@ -48,6 +50,31 @@ def test_fastv_equals_the_full_model_in_which_dropped_tokens_are_hidden_from_lay
     model, inputs = batch(family)
     kept = as_hidden(model, inputs, "fastv", ratio).kept
     assert len(kept[1][0]) > len(kept[2][0])
+
+
+@pytest.mark.parametrize(("family", "ratio"), paired(list(VLM_FAMILIES), [0.4, 0.8]))
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("dart", {"layer": 1}), ("pyramiddrop", {}), ("random-tokens", {}), ("sparsevlm", {"recycle": 0.0})],
+)
+def test_what_is_dropped_is_hidden_text_stays_and_a_row_alone_keeps_the_same(method, options, family, ratio):
+    """Which tokens stay: tests/oracle/authors/test_token_methods.py."""
+    model, inputs = batch(family, layers=12)
+    kept = as_hidden(model, inputs, method, ratio, **options).kept
+    assert_rows_as_alone(model, family, inputs, method, ratio, **options)
+    text = inputs["attention_mask"].bool() & ~vision_of(inputs)
+    for columns, of_row in zip(kept[-1], text, strict=True):
+        assert set(of_row.nonzero()[:, 0].tolist()) <= set(columns)
+
+
+@pytest.mark.parametrize(("family", "ratio"), paired(list(VIDEO_FAMILIES), [0.5, 0.7, 1.0]))
+@pytest.mark.parametrize(("method", "options"), [("dycoke", {"decode_drop": 0.0}), ("vidcom2", {})])
+def test_what_is_dropped_of_a_video_is_hidden_and_the_budget_is_exact(method, options, family, ratio):
+    kept, _, of_frames = of_video(method, family, ratio, **options)
+    newline = int(family == "llava-onevision")
+    for row, columns in enumerate(of_frames):
+        shown = {column for frame in columns for column in frame}
+        assert len(shown & set(kept[row])) == budget(ratio, len(shown) + newline) - newline
 
 
 @pytest.mark.parametrize("layer", [1, 2])
@@ -206,9 +233,11 @@ def test_other_attention_implementations_and_sdpa_agree(method, implementation, 
 def test_no_hook_is_left_in_the_language_model_behind_the_prompt(method):
     """A decode step pays nothing."""
     model, inputs = batch("llava-onevision", [40], [1])
+    parts = list(model.get_decoder().modules())
+    before = [(len(part._forward_pre_hooks), len(part._forward_hooks)) for part in parts]
     with kvcompress.compress(model, method, 0.5):
         generate(model, inputs, 1)
-        assert not any(part._forward_pre_hooks or part._forward_hooks for part in model.get_decoder().modules())
+        assert [(len(part._forward_pre_hooks), len(part._forward_hooks)) for part in parts] == before
 
 
 def test_the_last_token_stays_also_where_it_is_a_vision_token():

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from transformers import AutoModelForImageTextToText, LlavaOnevisionConfig
 
 import kvcompress
 from kvcompress.check.reference import generate
-from kvcompress.tokens.holitom import shares, windows
+from kvcompress.tokens.holitom import shares
 from tests.support.examples import paired
 from tests.support.token_methods import NEW, TOLERANCE, as_hidden, budget, entering, kept_columns, video_batch
 
@@ -145,30 +144,6 @@ def test_holitom_merges_a_second_time_within_the_language_model():
                 expected[nearest] = (expected[nearest] + plain[column]) / 2
         ours = states[1][row, -len(kept[2][row]) :].double()
         torch.testing.assert_close(ours, torch.stack([expected[c] for c in kept[2][row]]), atol=1e-5, rtol=0)
-
-
-def cuttings(frames: int) -> Iterator[list[int]]:
-    for cuts in itertools.product([False, True], repeat=frames - 1):
-        yield [0, *(place + 1 for place, cut in enumerate(cuts) if cut), frames]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_holitom_s_windows_merge_as_many_tokens_as_any(seed):
-    same = torch.rand(6, 8, generator=torch.Generator().manual_seed(seed)) < 0.7
-
-    def saved(ends: list[int]) -> int:
-        return sum(
-            int(same[begin : end - 1].all(0).sum()) * (end - begin - 1)
-            for begin, end in itertools.pairwise(ends)
-            if end - begin > 1
-        )
-
-    ends, most = windows(same)
-    assert saved(ends) == most == max(map(saved, cuttings(7)))
-
-
-def test_of_windows_that_merge_as_many_the_earlier_are_taken_as_in_the_released_code():
-    assert windows(torch.tensor([[True, False], [False, True]])) == ([0, 2, 3], 1)
 
 
 def test_holitom_shares_out_to_the_token():
