@@ -15,12 +15,15 @@ def device_of(module: torch.nn.Module) -> torch.device | None:
     """Return the device on which a module computes, None without weights.
 
     Weights that accelerate offloads are on "meta" between their own passes; its hooks then name the device."""
-    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
-    named = next((hook for hook in hooks if getattr(hook, "execution_device", None) is not None), None)
     weight = next(module.parameters(), None)
-    if weight is None or weight.device.type != "meta" or named is None:
-        return None if weight is None else weight.device
-    return torch.device(named.execution_device)
+    if weight is None:
+        return None
+    if weight.device.type != "meta":
+        return weight.device
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    named = (getattr(hook, "execution_device", None) for hook in hooks)
+    device = next((device for device in named if device is not None), None)
+    return weight.device if device is None else torch.device(device)
 
 
 def on_device(numbers: object, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
