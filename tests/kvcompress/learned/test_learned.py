@@ -124,6 +124,23 @@ def plain_gate(weights: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.
     return scores
 
 
+@each_method
+def test_under_autocast_scores_are_predicted_in_dtypes_of_their_own(method, monkeypatch):
+    case, is_autocast = case_of(method, "qwen2"), []
+    cls = kvcompress.list_methods()[method].cls
+    predict = cls.hidden_features
+
+    def noting(*args):
+        is_autocast.append(torch.is_autocast_enabled("cpu"))
+        return predict(*args)
+
+    monkeypatch.setattr(cls, "hidden_features", noting)
+    with torch.autocast("cpu", torch.bfloat16), case.compress():
+        generate(case.model, case.inputs, NEW)
+    assert is_autocast
+    assert not any(is_autocast)
+
+
 PLAIN = {"kvzap": plain_kvzap, "fastkvzip": plain_gate}
 FREE = {"kvzap": {"recent": 0}, "fastkvzip": {"sinks": 0, "window_ratio": 0.0}}  # nothing is protected but a last token
 
