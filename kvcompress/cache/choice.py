@@ -102,8 +102,10 @@ class Choice:
         )
 
     def observe(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:
-        """Return the column sums of a prompt's queries, if the policy carries sums."""
-        return self.policy.cluster.observe(queries, keys, view) if self.policy.carries_sums else None
+        """Return the column sums of a prompt's queries in fp32, if the policy carries sums.
+
+        What a step adds to a sum in 16 bits is soon less than its last digit."""
+        return self.policy.cluster.observe(queries, keys, view).float() if self.policy.carries_sums else None
 
     def candidates(self, states: States, view: LayerView, context: list[int], sums: torch.Tensor | None) -> Candidates:
         """Return the entries of a prompt to choose among; `sums` are those of all its queries."""

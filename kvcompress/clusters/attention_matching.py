@@ -58,7 +58,8 @@ class AttentionMatchingKVCluster(KVCluster):
                     states = keys[row, head, first:, :-1], values[row, head, first:]
                     fitted = self._matched(asked[head], *states, columns[stays] - first, view.scaling)
                     new_keys[row, head, stays, -1] = fitted[0].to(keys.dtype)
-                    new_values[row, head, stays] = fitted[1].to(values.dtype)
+                    most = torch.finfo(values.dtype).max  # a key of hardly any weight may get a value that fp16 lacks
+                    new_values[row, head, stays] = fitted[1].clamp(-most, most).to(values.dtype)
         return replace(kept, keys=new_keys, values=new_values)
 
     def _references(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

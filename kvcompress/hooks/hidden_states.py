@@ -7,6 +7,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..cache.cache import CompressedCache
+from ..device import own_dtypes
 from ..errors import KVCompressError
 from ..inflight.cache import SlotCache
 
@@ -25,7 +26,7 @@ def watch_hidden_states(decoder: PreTrainedModel, cache: CompressedCache | SlotC
 
     def predict(layer_idx: int, hidden: torch.Tensor) -> None:
         if layer_idx in layers:
-            with torch.no_grad():
+            with torch.no_grad(), own_dtypes(hidden.device):
                 features = cache.policy.cluster.hidden_features(hidden, layer_idx)
             layers[layer_idx].set_features(features)
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..cache.cache import CompressedCache
 from ..cache.scope import States
-from ..device import on_device
+from ..device import on_device, own_dtypes
 from ..errors import KVCompressError
 from ..scoring.windows import pad_columns
 from ..tokens.base import Attention, Tokens
@@ -129,7 +129,8 @@ class Pruning:
     def _prepare(self, layer: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         self.sight = self.look()
-        self.prepared = self.method.prepare(self._tokens(hidden=hidden, budgets=self.counts))
+        with own_dtypes(hidden.device):
+            self.prepared = self.method.prepare(self._tokens(hidden=hidden, budgets=self.counts))
 
     def _listen(self, states: States, compress: Callable[[], None]) -> None:
         """Score the tokens while the layer before a choice attends."""
@@ -168,8 +169,9 @@ class Pruning:
     def _choose(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Drop tokens before layer `index`; return the hidden states of all columns."""
         tokens = self._tokens(hidden=self._left(hidden), budgets=self.stages[index])
-        scores, self.scores = self.method.score(tokens) if index == 0 else self.scores, None
-        chosen, merged = self.method.checked_choice(scores, tokens)
+        with own_dtypes(hidden.device):
+            scores, self.scores = self.method.score(tokens) if index == 0 else self.scores, None
+            chosen, merged = self.method.checked_choice(scores, tokens)
         if merged is not tokens.hidden:
             hidden = hidden.clone()
             hidden[self.rows, self.source] = merged

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from ..device import own_dtypes
 from ..errors import KVCompressError
 from ..scoring.vision import vision_token_mask, writes_lines
 from ..tokens.base import TokenMethod, Tower
@@ -84,7 +85,9 @@ class TowerRecorder:
 
         parts = by_row(packed.received, float("-inf")), by_row(packed.keys, 0.0), by_row(packed.features, 0.0)
         classes = [row for row in packed.classes_of(first.sum(1).tolist()) for _ in range(beams)]
-        return {"tower": Tower(*parts, classes, self.model.multi_modal_projector.forward)}
+        kind = images.device.type  # a method is called without autocast, and the projector runs as in the model
+        as_here = torch.autocast(kind, enabled=torch.is_autocast_enabled(kind))
+        return {"tower": Tower(*parts, classes, as_here(self.model.multi_modal_projector.forward))}
 
     def _attending(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         self.states = args[0] if args else kwargs["hidden_states"]
@@ -107,7 +110,8 @@ class TowerRecorder:
             layers = self.model.config.vision_feature_layer
             layers = [layers] if isinstance(layers, int) else layers
             classes = torch.cat([output.hidden_states[layer][:, :1] for layer in layers], -1)
-        received = [self.method.received(q, k, has_class) for q, k in zip(queries, keys, strict=True)]
+        with own_dtypes(features.device):
+            received = [self.method.received(q, k, has_class) for q, k in zip(queries, keys, strict=True)]
         numbers = torch.stack(received)[..., None], keys[:, int(has_class) :], features
         self.packed = Packed(*numbers, classes, [1] * len(features), [features.shape[1]] * len(features))
         if not hasattr(self.model, "pack_image_features"):

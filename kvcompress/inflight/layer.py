@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 from ..cache.eviction import evict_together, kind
 from ..cache.layer import CompressedLayer, on_their_way
 from ..cache.memory import Memory
-from ..device import on_device
+from ..device import on_device, own_dtypes
 from ..scoring.rotary import Rotary
 from .pool import RaggedSlotPool, SlotPool
 
@@ -223,7 +223,8 @@ class SlotLayer(DecodingLayer):
         slots.hidden = torch.zeros(len(slots.seen), capacity, dtype=torch.bool, device=queries.device)
         for slot, memory in self._memories.items():
             seen, entries = slots.held[slot] + 1, partial(self.storage.kept, [slot])
-            self._hiding.look(memory, entries, seen, queries[slot : slot + 1], scaling)
+            with own_dtypes(queries.device):
+                self._hiding.look(memory, entries, seen, queries[slot : slot + 1], scaling)
             if self._hiding.hidden is not None:
                 slots.hidden[slot, : self._hiding.hidden.shape[1]] = self._hiding.hidden[0]
 

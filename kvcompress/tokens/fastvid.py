@@ -49,7 +49,7 @@ class FastVID(TokenMethod):
         return [0]
 
     def received(self, queries: torch.Tensor, keys: torch.Tensor, has_class: bool) -> torch.Tensor:
-        return received_attention(queries if has_class else queries.mean(0, keepdim=True), keys, has_class)
+        return received_attention(queries if has_class else queries.float().mean(0, keepdim=True), keys, has_class)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         return tokens.tower.received

@@ -135,6 +135,18 @@ def test_each_fit_is_nearer_to_attention_to_all(budget):
         assert found["fitted", "own"][1] < 0.9 * found["none", "own"][1]
 
 
+def test_a_fitted_value_that_fp16_cannot_hold_becomes_the_largest_that_it_can():
+    """Infinity would make every later answer NaN. Here a value is fitted to a key that hardly any query attends to."""
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (torch.randn(1, heads, 120, 16, generator=generator) for heads in (2, 1, 1))
+    cluster, view = kvcompress.make_cluster(METHOD), kvcompress.LayerView(0, 1, [120], [20], 0.25)
+    states = [part.half() for part in (queries, cluster.as_stored(keys), 5000 * values)]
+    as_fp32 = cluster.update_kv(*(part.float() for part in states), view).values
+    most = torch.finfo(torch.float16).max
+    assert as_fp32.abs().max() > most
+    assert torch.equal(cluster.update_kv(*states, view).values, as_fp32.clamp(-most, most).half())
+
+
 def test_second_prompts_beams_and_files_keep_the_biases(tmp_path):
     model = QWEN2.build()
     inputs, more = QWEN2.inputs(model, [40, 23]), QWEN2.inputs(model, [12, 12], seed=1)

@@ -3,6 +3,7 @@
 What other methods keep: tests/oracle/."""
 
 import dataclasses
+import itertools
 import math
 from fractions import Fraction
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 import kvcompress
 from kvcompress.clusters import criticalkv
 from kvcompress.clusters.rkv import redundancy
+from kvcompress.layer_budgets import list_layer_budgets
 from kvcompress.scoring.layer_view import Settings
+from kvcompress.scoring.merging import MERGES
 from kvcompress.scoring.rotary import Rotary
 from kvcompress.scoring.selection import adaptive_indices
 from tests.support.calibrations import calibration_of
@@ -116,28 +119,85 @@ def test_adaptive_heads_share_one_budget(head_budget, reference, layer, safeguar
             assert (slots[slots >= 0] - first).tolist() == sorted(expected)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_scores_are_fp32_also_for_bf16_states(method):
-    """The same entries are kept in bf16 as of the same numbers in fp32: no sum or softmax is rounded."""
+def in_16_bits(dtype: torch.dtype, shape: str, columns: int = 60) -> list[torch.Tensor]:
+    """Queries, keys and values of two rows; `outliers`: two channels of the keys as large as those of Qwen2."""
     generator = torch.Generator().manual_seed(0)
-    given = calibration_of(method, FAMILIES["qwen2"].build(2))
-    queries, keys, values = (torch.randn(2, h, 60, 16, generator=generator).bfloat16() for h in (4, 2, 2))
+    queries, keys, values = (torch.randn(2, heads, columns, 16, generator=generator) for heads in (4, 2, 2))
+    if shape == "outliers":
+        keys[..., [3, 7]] = keys[..., [3, 7]] * 5 + torch.tensor([300, -450])
+        queries[..., [3, 7]] *= 0.05
+    return [states.to(dtype) for states in (queries, keys, values)]
+
+
+def view_in(dtype: torch.dtype, given_in: torch.dtype, **settings: object) -> kvcompress.LayerView:
+    """Of two rows, one padded: the numbers are those of `given_in`, as `dtype`."""
+    generator = torch.Generator().manual_seed(1)
     angles = torch.randn(2, 60, 16, generator=generator)
-    module = SimpleNamespace(o_proj=torch.nn.Linear(64, 64, dtype=torch.bfloat16))
+    cos, sin = (part.to(given_in).to(dtype) for part in (angles.cos(), angles.sin()))
+    module = SimpleNamespace(o_proj=torch.nn.Linear(64, 64, dtype=dtype))
+    module.o_proj.weight.data = torch.randn(64, 64, generator=generator).to(given_in).to(dtype)
+    rotary = Rotary(cos, sin, torch.arange(60).expand(2, -1), torch.ones(8))
+    view = kvcompress.LayerView(0, 2, [60, 41], [20, 14], 0.25, torch.tensor([[0], [19]]), row_seeds=(1, 2))
+    known = {"module": module, "rotary": rotary, "received": torch.ones(2, 2, 60).cumsum(2)}
+    return dataclasses.replace(view, settings=Settings(**settings), **known)
 
-    def scored(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        rotary = Rotary(angles.cos(), angles.sin(), torch.arange(60).expand(2, -1), torch.ones(8))
-        states = [states.to(dtype) for states in (queries, keys, values)]
-        view = kvcompress.Prompt(0, 2, [60, 41], [20, 14], 0.25, torch.tensor([[0], [19]]), row_seeds=(1, 2))
-        view = dataclasses.replace(view, module=module, rotary=rotary, received=torch.ones(2, 2, 60).cumsum(2))
-        cluster = kvcompress.make_cluster(method, **given)
-        return cluster.score(*states, view), cluster.update_kv(*states, view).indices
 
-    (scores, kept), (expected, kept_in_fp32) = scored(torch.bfloat16), scored(torch.float32)
+sixteen_bits = pytest.mark.parametrize(
+    ("given_in", "shape"), list(itertools.product([torch.bfloat16, torch.float16], ["plain", "outliers"]))
+)
+
+
+@sixteen_bits
+@pytest.mark.parametrize("method", METHODS)
+def test_scores_are_fp32_also_for_states_in_16_bits(method, given_in, shape):
+    """The same entries are kept in 16 bits as of the same numbers in fp32: no sum, norm or softmax is rounded."""
+    cluster = kvcompress.make_cluster(method, **calibration_of(method, FAMILIES["qwen2"].build(2)))
+
+    def scored(dtype: torch.dtype) -> tuple[torch.Tensor, kvcompress.Kept]:
+        states = [part.to(dtype) for part in in_16_bits(given_in, shape)]
+        view = view_in(dtype, given_in, cluster=cluster)
+        return cluster.score(*states, view), cluster.update_kv(*states, view)
+
+    (scores, kept), (expected, kept_in_fp32) = scored(given_in), scored(torch.float32)
     assert scores.dtype == torch.float32
-    assert torch.equal(kept, kept_in_fp32)
+    assert kept.keys.dtype == kept.values.dtype == given_in
+    assert torch.equal(kept.indices, kept_in_fp32.indices)
     finite = expected.isfinite() & (torch.arange(60) >= torch.tensor([0, 19])[:, None, None])
     torch.testing.assert_close(scores[finite], expected[finite], rtol=1e-5, atol=1e-6)
+
+
+@sixteen_bits
+@pytest.mark.parametrize("merge", MERGES)
+def test_what_is_merged_in_16_bits_is_what_is_merged_of_the_same_numbers_in_fp32(merge, given_in, shape):
+    cluster = kvcompress.make_cluster("h2o")
+    kept, expected = (
+        cluster.update_kv(
+            *(part.to(dtype) for part in in_16_bits(given_in, shape)), view_in(dtype, given_in, merge=merge)
+        )
+        for dtype in (given_in, torch.float32)
+    )
+    used = kept.indices >= 0
+    assert torch.equal(kept.indices, expected.indices)
+    for name in ("keys", "values"):
+        merged = getattr(kept, name)
+        assert merged.dtype == given_in
+        torch.testing.assert_close(merged[used], getattr(expected, name)[used].to(given_in))
+
+
+@sixteen_bits
+@pytest.mark.parametrize("name", [name for name, rule in list_layer_budgets().items() if rule.is_measured])
+def test_a_layer_is_measured_in_16_bits_as_of_the_same_numbers_in_fp32(name, given_in, shape):
+    cluster, rule = kvcompress.make_cluster("snapkv", window_size=8), list_layer_budgets()[name]
+
+    def measured(dtype: torch.dtype) -> torch.Tensor:
+        states = [part.to(dtype) for part in in_16_bits(given_in, shape)]
+        vision = (torch.arange(60) > 25) & (torch.arange(60) < 50)
+        view = dataclasses.replace(view_in(dtype, given_in, cluster=cluster), vision=vision.expand(2, -1))
+        return rule.measure(*states, cluster.score(*states, view), view)
+
+    found, expected = measured(given_in), measured(torch.float32)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("method", METHODS)

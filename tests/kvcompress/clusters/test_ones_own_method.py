@@ -1,6 +1,8 @@
 """A method that its author writes in a few lines, and that says nothing of pads, decoding or chunks, is right there."""
 
+import copy
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -330,3 +332,33 @@ def test_scores_of_any_dtype_are_read_as_fp32(dtype, padding):
     scores = scores_of(Other().score, None, keys, keys, view_of_two(padding, settings=Settings(cluster=Other())))
     assert scores.dtype == torch.float32
     torch.testing.assert_close(scores[0], (2 * keys.norm(dim=-1))[0].to(dtype).float())
+
+
+@dataclass(frozen=True)
+class ObservingKVCluster(kvcompress.KVCluster):
+    """What all queries so far attended to, in the dtype of the keys, as an author may return it."""
+
+    query_window: ClassVar[int] = 0
+    decode_interval: ClassVar[int] = 1
+
+    def observe(self, queries, keys, view):
+        return view.column_sums(queries, keys).to(keys.dtype)
+
+    @kvcompress.handles_padding
+    def score(self, queries, keys, values, view):
+        return self.summed(queries, keys, view)
+
+
+def test_sums_that_a_method_observes_in_16_bits_are_carried_in_fp32_alone_and_in_flight():
+    """In bfloat16 a sum of 8 takes no more of the 0.01 that each step adds; in flight its step was refused."""
+    kvcompress.register_method("observing")(ObservingKVCluster)
+    family = FAMILIES["qwen2"]
+    model = copy.deepcopy(family.build(2)).bfloat16()
+    inputs = family.inputs(model, [40])
+    with kvcompress.compress(model, "observing", ratio=0.5, decode_ratio=0.5) as session:
+        generate(model, inputs, 1)
+        assert all(layer.memory.sums.dtype == torch.float32 for layer in session.cache.compressed_layers)
+        tokens, _ = generate(model, inputs, 6)
+        answer = next(session.generate_many([inputs], slots=1, max_new_tokens=6))
+    assert answer.error is None
+    assert answer.tokens.tolist() == tokens[0].tolist()

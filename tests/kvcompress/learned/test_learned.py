@@ -102,6 +102,23 @@ def plain_kvzap(weights: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch
     return (inner @ weights["2.weight"].T + weights["2.bias"]).T
 
 
+@each_method
+def test_under_autocast_scores_are_predicted_in_dtypes_of_their_own(method, monkeypatch):
+    case, is_autocast = case_of(method, "qwen2"), []
+    cls = kvcompress.list_methods()[method].cls
+    predict = cls.hidden_features
+
+    def noting(*args):
+        is_autocast.append(torch.is_autocast_enabled("cpu"))
+        return predict(*args)
+
+    monkeypatch.setattr(cls, "hidden_features", noting)
+    with torch.autocast("cpu", torch.bfloat16), case.compress():
+        generate(case.model, case.inputs, NEW)
+    assert is_autocast
+    assert not any(is_autocast)
+
+
 FREE = {"kvzap": {"recent": 0}, "fastkvzip": {"sinks": 0, "window_ratio": 0.0}}  # nothing is protected but a last token
 
 
