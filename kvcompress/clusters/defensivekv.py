@@ -15,6 +15,8 @@ from ..scoring.windows import pool_scores
 from .criticalkv import projected_norm
 from .snapkv import WindowKVCluster
 
+ALL = 1 - 1e-6  # of the attention: the sum of all weights is 1 up to rounding, which differs in a batch
+
 
 @register_method("defensivekv")
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class DefensiveKVCluster(WindowKVCluster):
     @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         columns, window = keys.shape[2], min(self.window_size, keys.shape[2])
-        older = view.real_columns(keys) & (torch.arange(columns, device=keys.device) < columns - window)
+        real = view.real_columns(keys)
+        older = real & (torch.arange(columns, device=keys.device) < columns - window)
         weights = view.window_attention(queries, keys, window) * older[:, :, None, None]
 
         pooled = pool_scores(weights, self.kernel_size, self.pooling) * older[:, :, None, None]
@@ -48,7 +51,7 @@ class DefensiveKVCluster(WindowKVCluster):
         risk = pooled.amax((2, 3))  # (batch, kv_heads, keys)
         risk = risk.maximum(risk.sum(-1, keepdim=True) / older.sum(-1, keepdim=True))
 
-        norms = projected_norm(values, view.module, "defensivekv")
+        norms = projected_norm(values, view.module, "defensivekv").masked_fill(~real, 0.0)
         norms = norms / norms.sum(1, keepdim=True).clamp(min=torch.finfo(norms.dtype).tiny)
         scores = (risk * norms).masked_fill(~older, 0.0)
         # The window and the sure keys tie with the layer's best: over several layers they are not above all others.
@@ -65,7 +68,8 @@ class DefensiveKVCluster(WindowKVCluster):
         before = weights[..., max(columns - 2 * window, 0) : columns - window].sum(-1).mean((1, 2, 3))
         attention = weights.mean((2, 3))
         held = (attention / attention.sum(-1, keepdim=True)).sort(-1, descending=True).values.cumsum(-1)
-        count = (held < self.mass - before[:, None, None]).sum(-1)
+        mass = (self.mass - before).clamp(max=ALL)
+        count = (held < mass[:, None, None]).sum(-1)
         room = [
             budget * (length - window) // max(length, 1) - window
             for budget, length in zip(view.budgets, view.lengths, strict=True)

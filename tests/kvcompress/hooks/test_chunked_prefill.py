@@ -304,6 +304,19 @@ def test_the_pads_of_a_second_prompt_have_no_vote_in_any_chunk(method):
     fuzz.check({**fuzz.of_rows("qwen2", [30, 30], method, ratio=0.4, prefill_chunk=6, **window), "more": [11, 4]})
 
 
+def test_norms_over_the_heads_leave_out_places_that_hold_nothing():
+    """Heads of a ragged layer hold different numbers of entries; what fills up the shorter ones differs in a batch."""
+    options = {"window_size": 1, "kernel_size": 1, "pooling": "avg", "budget": 25, "prefill_chunk": 3}
+    rows = fuzz.of_rows("qwen2-vl", [43, 51, 29], "defensivekv", seed=9928, **options)
+    fuzz.check({**rows, "more": [20, 1, 20]})
+
+
+def test_keys_that_hold_all_of_the_attention_are_told_up_to_rounding():
+    options = {"window_size": 8, "kernel_size": 1, "pooling": "max", "mass": 1.0, "ratio": 0.563, "merge": "cam"}
+    rows = fuzz.of_rows("qwen2", [49, 19], "defensivekv", seed=7312, prefill_chunk=1, **options)
+    fuzz.check({**rows, "heads": (6, 2), "options": {**rows["options"], "first_token": "compressed"}})
+
+
 def test_sums_over_a_long_chunk_are_those_of_all_its_queries_at_once(monkeypatch):
     """They are added up a block of queries at a time."""
     model = FAMILIES["qwen2"].build()
