@@ -187,6 +187,10 @@ def test_methods_lists_those_with_the_word(capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_method_may_be_written_with_capitals_and_underscores():
+    assert make_policy("Expected_Attention", 0.5).method == "expected-attention"
+
+
 def test_the_version_is_the_packages(capsys):
     assert __main__.main(["--version"]) == 0
     assert capsys.readouterr().out == f"kvcompress {kvcompress.__version__}\n"

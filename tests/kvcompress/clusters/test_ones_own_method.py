@@ -50,6 +50,17 @@ class DistinctKVCluster(kvcompress.KVCluster):
         return (scores - scores.amin(-1, keepdim=True)) / scores.std(-1, keepdim=True)
 
 
+@dataclass(frozen=True)
+class UnturnedKVCluster(kvcompress.KVCluster):
+    """The keys with the largest sums of channels before RoPE."""
+
+    unrotated_keys: ClassVar[bool] = True
+    whole_prompt: ClassVar[bool] = True
+
+    def score(self, queries, keys, values, view):
+        return view.before_rotation(keys).sum(-1)
+
+
 OWN = {"attended": AttendedKVCluster, "summed": SummedKVCluster, "distinct": DistinctKVCluster}
 
 
@@ -73,6 +84,13 @@ CASES = [
 def test_it_equals_the_masked_full_cache_and_its_rows_alone(method, options, family):
     images = [2, 0] if FAMILIES[family].is_vlm else None
     fuzz.check(fuzz.of_rows(family, [50, 31], method, images, seed=1, **{"ratio": 0.4, **options}))
+
+
+@pytest.mark.parametrize("family", SOME_FAMILIES)
+def test_each_row_is_turned_back_by_its_own_positions(family):
+    kvcompress.register_method("unturned")(UnturnedKVCluster)
+    images = [2, 0] if FAMILIES[family].is_vlm else None
+    fuzz.check(fuzz.of_rows(family, [50, 31], "unturned", images, seed=1, ratio=0.4))
 
 
 def test_queries_that_a_method_did_not_ask_for_are_missed_in_one_line():
