@@ -12,6 +12,7 @@ import pytest
 import kvcompress
 from kvcompress import KVCompressError, __main__
 from kvcompress.command_line import SCRIPTS_FOLDER, Parser, called
+from kvcompress.policy.make import make_policy
 from lmms_eval_plugins.model.input_methods import INPUT_METHODS
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
