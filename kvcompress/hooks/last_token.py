@@ -13,7 +13,7 @@ from ..policy.policy import Policy
 OUTPUTS = ("output_attentions", "output_hidden_states", "return_dict")
 
 
-def check_labels(policy: Policy, inputs: dict[str, Any], columns: int) -> None:
+def check_outputs(policy: Policy, inputs: dict[str, Any], columns: int) -> None:
     """Raise KVCompressError for labels of a prompt of so many columns, or for logits asked for by their places, if the
     model's output is not that of all columns."""
     size = policy.engine.prefill_chunk
@@ -22,12 +22,12 @@ def check_labels(policy: Policy, inputs: dict[str, Any], columns: int) -> None:
         "scope='context-first'": policy.engine.scope == "context-first",
         f"prefill_chunk={size}": size is not None and columns > size,
     }
-    asked = {"labels": "labels= do", "logits_to_keep": "places in logits_to_keep= do"}
+    asked = {"labels": "labels=", "logits_to_keep": "places in logits_to_keep="}
     found = [what for name, what in asked.items() if isinstance(inputs.get(name), torch.Tensor)]
     for option, applies in parts.items():
         if applies and found:
             raise KVCompressError(
-                f"{found[0]} not go with {option}: the output is that of a prompt's last tokens alone"
+                f"{found[0]} do not go with {option}: the output is that of a prompt's last tokens alone"
             )
 
 

@@ -30,7 +30,7 @@ from .attention import PREFIX, connected, register_attention, set_attention
 from .chunked_prefill import feed_in_chunks
 from .context_first import read_context_first
 from .hidden_states import watch_hidden_states
-from .last_token import check_labels, last_token, note_last_position
+from .last_token import check_outputs, last_token, note_last_position
 from .model import check_heads, check_whole_prompt, refuse_pages, text_decoder, unwrapped
 from .model_identity import ModelReference
 from .positions import go_on_from, rope_deltas
@@ -210,7 +210,7 @@ class Session:
         if kwargs.get("position_ids") is None:
             self._count_on(cache)
         check_answers(self.model, cache.policy, kwargs.get("return_dict"))
-        check_labels(cache.policy, kwargs, columns)
+        check_outputs(cache.policy, kwargs, columns)
         mask, grid = kwargs.get("attention_mask"), kwargs.get("video_grid_thw")
         if grid is None and columns > 1:
             grid = self._frames.grid(ids)

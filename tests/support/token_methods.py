@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 import kvcompress
+from kvcompress.check import token_promises
 from kvcompress.check.reference import generate, hidden_from
 from tests.support.families import FAMILIES, MORE_FAMILIES
 from tests.support.kept import real_lengths
@@ -33,11 +34,10 @@ def vision_of(inputs: dict) -> torch.Tensor:
 
 def kept_columns(cache: kvcompress.CompressedCache) -> list[list[list[int]]]:
     """[layer][row]: the columns stored, the same for every KV head."""
-    layers = [cache.kept_indices(layer) for layer in range(len(cache.layers))]
-    for rows in layers:
-        for heads in rows:
+    for layer in range(len(cache.layers)):
+        for heads in cache.kept_indices(layer):
             assert all(torch.equal(head, heads[0]) for head in heads)
-    return [[heads[0].tolist() for heads in rows] for rows in layers]
+    return token_promises.kept_columns(cache)
 
 
 def full_attention(model: torch.nn.Module, inputs: dict) -> tuple[torch.Tensor, ...]:
