@@ -23,7 +23,7 @@ from kvcompress.files import write_text
 from kvcompress.flag_types import path
 from lmms_eval_plugins.report.significance import ALPHA, Comparison, holm, paired_test
 
-from .driver import pyplot, save, start, tasks_parser
+from .driver import save, start, tasks_parser
 from .method_cells import Answers, Cell, Column, Protocol, Task, compute
 from .method_tasks import TASKS
 from .ruler import task_of
@@ -125,11 +125,11 @@ def report(found: dict[str, tuple[float, list[Row]]]) -> str:
 
 def draw(found: dict[str, tuple[float, list[Row]]], figure: Path) -> None:
     """Draw a panel per model: the difference of each value from SnapKV, with its interval."""
-    plt = pyplot()
+    from matplotlib.figure import Figure
+
     names = [(part, value) for part, each in PARTS.items() for value in each]
-    drawn, axes = plt.subplots(
-        1, len(found), sharey=True, squeeze=False, figsize=(2.4 + 2.9 * len(found), 6.2), layout="constrained"
-    )
+    drawn = Figure(figsize=(2.4 + 2.9 * len(found), 6.2), layout="constrained")
+    axes = drawn.subplots(1, len(found), sharey=True, squeeze=False)
     for axis, (name, (base, rows)) in zip(axes.flat, found.items(), strict=True):
         for row in rows:
             place, one = names.index((row.part, row.value)), row.against

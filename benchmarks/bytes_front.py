@@ -18,7 +18,7 @@ from kvcompress.bench.timing import table
 from kvcompress.errors import KVCompressError
 from kvcompress.files import write_text
 
-from .driver import pyplot, save, start, tasks_parser
+from .driver import save, start, tasks_parser
 from .method_cells import RATIOS, Answers, Cell, Column, Protocol, Task, compute
 from .method_table import Estimate, wrapped
 from .method_tasks import TASKS
@@ -140,8 +140,10 @@ def report(task: Task, points: list[Point]) -> str:
 
 
 def plot(task: Task, points: list[Point], path: Path) -> None:
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(7, 4.2))
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2))
+    axis = figure.subplots()
     markers = {"full": "*", "evict": "o", "quantize": "s", CHANNELS: "D", "both": "^"}
     for number, (kind, marker) in enumerate(markers.items()):
         own = [point for point in points if point.kind == kind]

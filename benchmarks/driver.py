@@ -4,7 +4,6 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvcompress.bench.flags import add_flags
@@ -43,21 +42,10 @@ def tasks_parser(name: str, doc: str, tasks: Iterable[str], *flags: str) -> argp
     return this
 
 
-def pyplot() -> ModuleType:
-    """Return matplotlib's pyplot, which takes a second to import, without a display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
 def save(figure: "Figure", file: Path, dpi: int = 130) -> None:
-    """Write a figure of `pyplot`, and close it."""
+    """Write a figure, creating its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=dpi)
-    pyplot().close(figure)
 
 
 def put(page_file: Path, benchmark: str, name: str, text: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcompress.flag_types import path
 
-from .driver import RESULTS, new_parser, pyplot, save, start
+from .driver import RESULTS, new_parser, save, start
 
 FIGURE = Path(__file__).parent.parent / "docs" / "images" / "methods-compared.png"
 TITLES = {
@@ -57,19 +57,13 @@ class Panel:
 def draw(panels: dict[str, Panel], path: Path) -> None:
     """Draw a panel for each task, with the same methods from top to bottom, in the order of the first table; methods
     that keep a different share than requested come last."""
-    plt = pyplot()
+    from matplotlib.figure import Figure
+
     methods = list(dict.fromkeys(method for panel in panels.values() for method in panel.rows))
     methods.sort(key=lambda method: any(method in panel.keeps_more for panel in panels.values()))
     widths = [len(panel.ratios) for panel in panels.values()]
-    figure, axes = plt.subplots(
-        1,
-        len(panels),
-        figsize=(2 + 0.34 * sum(widths), 1 + 0.19 * len(methods)),
-        sharey=True,
-        squeeze=False,
-        width_ratios=widths,
-        layout="constrained",
-    )
+    figure = Figure(figsize=(2 + 0.34 * sum(widths), 1 + 0.19 * len(methods)), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=widths)
     for axis, (title, panel) in zip(axes.flat, panels.items(), strict=True):
         none = [np.nan] * len(panel.ratios)
         cells = np.array([panel.rows.get(method, none) for method in methods])

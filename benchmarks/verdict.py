@@ -39,7 +39,7 @@ from kvcompress.tokens import TokenMethod
 from lmms_eval_plugins.report.against import text_of_p
 from lmms_eval_plugins.report.significance import ALPHA, Comparison, holm, paired_test
 
-from .driver import pyplot, save, start, tasks_parser
+from .driver import save, start, tasks_parser
 from .method_cells import Answers, Cell, Column, Protocol, Task, cells_of, compute
 from .method_tasks import TASKS
 
@@ -195,7 +195,8 @@ def report(regimes: dict[str, Regime]) -> str:
 
 def draw(regimes: dict[str, Regime], figure: Path) -> None:
     """Draw a panel per regime: each KV method's difference from chance with its interval."""
-    plt = pyplot()
+    from matplotlib.figure import Figure
+
     colours = {"better": "tab:blue", "equal": "0.3", "open": "0.65", "worse": "tab:red"}
     best = sorted(
         {row.method for regime in regimes.values() for row in regime.rows[0]},
@@ -203,9 +204,8 @@ def draw(regimes: dict[str, Regime], figure: Path) -> None:
             [row.against.difference for each in regimes.values() for row in each.rows[0] if row.method == method]
         ),
     )
-    drawn, axes = plt.subplots(
-        1, len(regimes), sharey=True, figsize=(2 + 2.2 * len(regimes), 1.5 + 0.17 * len(best)), layout="constrained"
-    )
+    drawn = Figure(figsize=(2 + 2.2 * len(regimes), 1.5 + 0.17 * len(best)), layout="constrained")
+    axes = drawn.subplots(1, len(regimes), sharey=True)
     for axis, regime in zip(np.atleast_1d(axes), regimes.values(), strict=True):
         for row in regime.rows[0]:
             place, colour = best.index(row.method), colours[row.verdict]

@@ -58,6 +58,14 @@ def test_the_wheel_knows_nothing_of_how_the_bundled_model_was_made():
             assert not {other for other in imports(name) if other.startswith("tiny_vlm")}, name
 
 
+def test_drawing_leaves_a_notebooks_matplotlib_as_it_was():
+    """pyplot has a backend and a list of figures for the whole process; `Figure` has neither."""
+    for name, path in files().items():
+        text = path.read_text(encoding="utf-8")
+        assert "pyplot" not in text, name
+        assert "matplotlib.use" not in text, name
+
+
 def test_no_file_of_the_core_is_long():
     long = {path.name for name, path in files().items() if len(path.read_text().splitlines()) > 400}
     assert not long

@@ -7,12 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # a file is written; no display is needed
-
-import matplotlib.pyplot as plt
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from rich.table import Table
 
 from kvcompress.errors import unknown_name
@@ -109,7 +106,8 @@ def draw(table: pd.DataFrame, x: str, y: str, title: str, metric: str, path: Pat
     shape = -(-len(sizes) // beside), beside * most
     title = wrapped(title, width * shape[1] + 1.2, 10)
     figsize = (width * shape[1] + 1.2, height * shape[0] + 0.5 + 0.17 * title.count("\n"))
-    figure, axes = plt.subplots(*shape, figsize=figsize, squeeze=False, layout="constrained")
+    figure = Figure(figsize=figsize, layout="constrained")
+    axes = figure.subplots(*shape, squeeze=False)
     for axis in axes.flat:
         axis.set_axis_off()
     scale = 100 if table["score"].between(0, 1).all() else 1
@@ -135,7 +133,6 @@ def draw(table: pd.DataFrame, x: str, y: str, title: str, metric: str, path: Pat
     bar.ax.tick_params(labelsize=8)
     with replacing(path) as draft:
         figure.savefig(draft, dpi=120, format="png")
-    plt.close(figure)
 
 
 def _kept(cells: pd.DataFrame) -> str:
@@ -145,7 +142,7 @@ def _kept(cells: pd.DataFrame) -> str:
     return kept(realised, float(size), None) if budget == size else kept(realised, None, float(budget))
 
 
-def _write_values(axis: plt.Axes, grid: pd.DataFrame, limits: tuple[float, float]) -> None:
+def _write_values(axis: Axes, grid: pd.DataFrame, limits: tuple[float, float]) -> None:
     middle = sum(limits) / 2
     for row, values in enumerate(grid.to_numpy()):
         for column, value in enumerate(values):

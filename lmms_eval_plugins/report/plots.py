@@ -3,12 +3,8 @@
 import textwrap
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # a file is written; no display is needed
-
-import matplotlib.pyplot as plt
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvcompress.files import replacing
@@ -37,7 +33,8 @@ def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
     frame = _prepared(frame)
     full, compressed = frame[frame["method"] == "full"], frame[(frame["method"] != "full") & (frame["kept"] > 0)]
     compressed = compressed.assign(front=_front(compressed, 1 / compressed["kept"]))
-    figure, axes = plt.subplots(figsize=SIZE, layout="constrained")
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.subplots()
     for row in full.itertuples():
         axes.axhline(row.shown, color="black", linestyle="--", linewidth=1.2, label="full cache")
     styles = _styles(compressed)
@@ -69,7 +66,8 @@ def plot_throughput(frame: pd.DataFrame, title: str, path: Path) -> None:
     the front."""
     frame = _prepared(frame[frame["answers_per_s"].notna()])
     frame = frame.assign(front=_front(frame, frame["answers_per_s"]))
-    figure, axes = plt.subplots(figsize=SIZE, layout="constrained")
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.subplots()
     styles = _styles(frame)
     for series, points in frame.groupby("series", sort=False):
         x, y = points["answers_per_s"], points["shown"]
@@ -126,7 +124,7 @@ def _others(frame: pd.DataFrame, styles: dict[str, dict[str, str]]) -> str:
 
 def _finish(
     figure: Figure,
-    axes: plt.Axes,
+    axes: Axes,
     frame: pd.DataFrame,
     title: str,
     path: Path,
@@ -146,17 +144,16 @@ def _finish(
     handles, labels = axes.get_legend_handles_labels()
     labels = [textwrap.fill(label, 44) for label in labels]
     legend = figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
-    width, height = (length / figure.dpi for length in legend.get_window_extent(figure.canvas.get_renderer()).size)
+    width, height = (length / figure.dpi for length in legend.get_window_extent().size)
     figure.set_size_inches(SIZE[0] + width, max(SIZE[1] + 0.15 * len(lines), height + 0.3))
     if named is not None:
         figure.get_layout_engine().execute(figure)  # which fixes the positions of the points
         _name_points(axes, named, frame)
     with replacing(path) as draft:
         figure.savefig(draft, dpi=150, format="png")
-    plt.close(figure)
 
 
-def _name_points(axes: plt.Axes, frame: pd.DataFrame, every: pd.DataFrame) -> None:
+def _name_points(axes: Axes, frame: pd.DataFrame, every: pd.DataFrame) -> None:
     """Label points with their cells' names inside the axes, moving a label down or up where it would overlap something.
 
     Args:

@@ -8,13 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # a file is written; no display is needed
-
-import matplotlib.pyplot as plt
 import numpy as np
 from lmms_eval.api.instance import Instance
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from PIL import Image
 from tqdm import tqdm
 
@@ -147,13 +144,9 @@ def write_png(path: Path, question: str, answers: list[dict[str, Any]]) -> None:
     shown = np.unique(np.linspace(0, len(entry["layers"]) - 1, min(PANELS, len(entry["layers"]))).round().astype(int))
     rows, columns = len(answers), len(shown) + 1
     title = wrapped(question.splitlines()[0] if question else "", 1.9 * columns, 11)
-    figure, axes = plt.subplots(
-        rows,
-        columns,
-        figsize=(1.9 * columns, ROW * rows + 0.5 + 0.17 * title.count("\n")),
-        squeeze=False,
-        layout="constrained",
-    )
+    height = ROW * rows + 0.5 + 0.17 * title.count("\n")
+    figure = Figure(figsize=(1.9 * columns, height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
     for line, one in zip(axes, answers, strict=True):
         kept = unpacked(one["entry"]["vision"]).mean(1)  # (layers, tokens): the share of the heads
         for place, panel in enumerate(line):
@@ -169,10 +162,9 @@ def write_png(path: Path, question: str, answers: list[dict[str, Any]]) -> None:
     figure.suptitle(title, fontsize=11)
     with replacing(path) as draft:
         figure.savefig(draft, dpi=150, format="png")
-    plt.close(figure)
 
 
-def draw(panel: plt.Axes, images: list[dict[str, Any]], share: np.ndarray) -> None:
+def draw(panel: Axes, images: list[dict[str, Any]], share: np.ndarray) -> None:
     """Draw the first image with its evicted patches dark, or a strip if the layout is unknown. `share` (vision
     tokens,): the share of heads that kept each token."""
     panel.set_xticks([])

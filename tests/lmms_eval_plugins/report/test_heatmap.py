@@ -148,9 +148,7 @@ def test_a_column_with_too_many_values_is_refused(tmp_path, drawn, capsys):
     assert f"column 'length' has {count} different values" in capsys.readouterr().err
 
 
-def test_the_figure_has_a_panel_for_each_cell_with_its_scores(folder, monkeypatch):
-    figures = []
-    monkeypatch.setattr(heatmap.plt, "close", figures.append)
+def test_the_figure_has_a_panel_for_each_cell_with_its_scores(folder, figures):
     assert main([str(folder)]) == 0
     (figure,) = figures
     panels = {axis.get_title(): [text.get_text() for text in axis.texts] for axis in figure.axes if axis.get_title()}
@@ -163,19 +161,16 @@ def test_the_figure_has_a_panel_for_each_cell_with_its_scores(folder, monkeypatc
 @pytest.mark.parametrize(
     "metric", ["acc", "a_metric_of_a_name_that_is_longer_than_the_bar_beside_it (flexible-extract)"]
 )
-@pytest.mark.usefixtures("figures_not_rendered")
-def test_no_title_overlaps_another_and_nothing_leaves_the_canvas(tmp_path, monkeypatch, metric):
+def test_no_title_overlaps_another_and_nothing_leaves_the_canvas(tmp_path, figures_not_rendered, metric):
     options = {"pooling": "max", "observation": "every-query-of-the-question"}
     series = [f"entropy-gated-chunkkv-{n} {' '.join(f'{k}={v}' for k, v in options.items())}" for n in range(6)]
     rows = [
         {"series": name, "size": size, "kept": float(size), "depth": depth, "length": length, "score": 0.5}
         for name in series for size in ("0.5", "0.2") for depth in (0.0, 1.0) for length in (4096, 8192)
     ]  # fmt: skip
-    figures = []
-    monkeypatch.setattr(heatmap.plt, "close", figures.append)
     title = "a-task-of-a-long-name, a-model-of-a-long-name: " + ", ".join(series)
     heatmap.draw(pd.DataFrame(rows), "length", "depth", title, metric, tmp_path / "heat.png")
-    (figure,) = figures
+    (figure,) = figures_not_rendered
     *panels, bar = [axis for axis in figure.axes if axis.axison]
     assert len(panels) == 12
     assert "".join(bar.get_ylabel().split()) == "".join(f"{metric} (%)".split())
@@ -187,17 +182,14 @@ def test_no_title_overlaps_another_and_nothing_leaves_the_canvas(tmp_path, monke
         assert min(box.x0, box.y0, figure.bbox.x1 - box.x1, figure.bbox.y1 - box.y1) > -1  # pixel
 
 
-@pytest.mark.usefixtures("figures_not_rendered")
-def test_values_that_are_text_are_legible_beside_the_axes(tmp_path, monkeypatch):
+def test_values_that_are_text_are_legible_beside_the_axes(tmp_path, figures_not_rendered):
     kinds = ["counting the objects in a scene", "$5 or \\frac", "two\nlines", "the same as the first " + 40 * "x"]
     rows = [
         {"series": name, "size": "0.5", "kept": 0.5, "kind": kind, "other": other, "score": 0.5}
         for name in ("snapkv", "random") for kind in kinds for other in kinds
     ]  # fmt: skip
-    figures = []
-    monkeypatch.setattr(heatmap.plt, "close", figures.append)
     heatmap.draw(pd.DataFrame(rows), "kind", "other", "task, model", "acc", tmp_path / "heat.png")
-    (figure,) = figures
+    (figure,) = figures_not_rendered
     for panel in figure.axes[:2]:
         assert min(panel.bbox.width, panel.bbox.height) > 100  # pixels
         for axis in (panel.xaxis, panel.yaxis):

@@ -6,10 +6,10 @@ import re
 import shutil
 import zlib
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from kvcompress.__main__ import main
@@ -467,10 +467,9 @@ def test_a_picture_is_dark_where_patches_were_evicted():
     kept = np.zeros(SIDE * SIDE)
     kept[: SIDE * 2] = 1.0
     kept[SIDE * 2 : SIDE * 3] = 0.25
-    figure, panel = plt.subplots()
+    panel = Figure().subplots()
     show.draw(panel, one["images"], kept)
     picture, dark = panel.images
-    plt.close(figure)
     assert picture.get_array().shape[:2] == (40, 60)
     opacity = dark.get_array()[..., 3]
     assert not dark.get_array()[..., :3].any()
@@ -479,32 +478,24 @@ def test_a_picture_is_dark_where_patches_were_evicted():
 
 def test_where_the_patches_places_are_not_known_a_strip_shows_the_images_tokens():
     images = [{"layout": {"start": 2, "tokens": 5, "views": [], "note": "of another family"}}]
-    figure, panel = plt.subplots()
+    panel = Figure().subplots()
     show.draw(panel, images, np.linspace(0, 1, 11))
     (strip,) = panel.images
-    plt.close(figure)
     np.testing.assert_allclose(strip.get_array(), [np.linspace(0, 1, 11)[2:7]])
 
 
 @pytest.mark.parametrize("question", ["What is it?\nAnswer with a word.", ""])
-def test_a_picture_is_titled_with_the_questions_first_line(tmp_path, monkeypatch, question):
-    figures, close = [], plt.close
-    monkeypatch.setattr(plt, "close", figures.append)
+def test_a_picture_is_titled_with_the_questions_first_line(tmp_path, figures, question):
     show.write_png(tmp_path / "a.png", question, [{"entry": entry(0, 0.5), "name": "snapkv 0.5", "answer": "red"}])
     (figure,) = figures
-    close(figure)
     assert figure.get_suptitle() == question.partition("\n")[0]
 
 
-@pytest.mark.usefixtures("figures_not_rendered")
-def test_no_text_of_a_picture_is_cut_or_taken_for_a_formula(tmp_path, monkeypatch):
-    figures, close = [], plt.close
-    monkeypatch.setattr(plt, "close", figures.append)
+def test_no_text_of_a_picture_is_cut_or_taken_for_a_formula(tmp_path, figures_not_rendered):
     name = "entropy-gated-chunkkv head_budget=adaptive layer_budget=pyramid 0.2"
     rows = [{"entry": entry(0, 0.5), "name": name, "answer": "white, or $\\frac " + 30 * "white "}] * 3
     show.write_png(tmp_path / "a.png", "Is it $5, or $\\frac, " + 40 * "or more " + "?", rows)
-    (figure,) = figures
-    close(figure)
+    (figure,) = figures_not_rendered
     labels = [axis.yaxis.label for axis in figure.axes if axis.get_ylabel()]
     assert len(labels) == 3
     boxes = [text.get_window_extent() for text in (figure._suptitle, *labels)]

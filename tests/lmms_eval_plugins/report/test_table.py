@@ -108,7 +108,7 @@ def test_missing_numbers_are_dashes_and_no_plot_is_drawn(tmp_path):
     assert "| snapkv | 0.200 | - | - | - | - | - | - | - | 7 |" in files[0].read_text()
 
 
-def test_the_throughput_plot_names_every_point_and_draws_the_front(tmp_path, monkeypatch):
+def test_the_throughput_plot_names_every_point_and_draws_the_front(tmp_path, figures):
     cells = [
         ("full", 1.0, 0.9, 10.0),
         ("snapkv", 0.2, 0.8, 30.0),
@@ -118,8 +118,6 @@ def test_the_throughput_plot_names_every_point_and_draws_the_front(tmp_path, mon
     for method, ratio, score, speed in cells:
         folder = write_cell(tmp_path, method, ratio, scores={"exact_match,none": score}, answers_per_s=speed)
     write_cell(tmp_path, "random", 0.2, scores={"exact_match,none": 0.5})  # of an earlier version, without a speed
-    figures = []
-    monkeypatch.setattr(plots.plt, "close", figures.append)
     _, files = run(folder)
     assert [file.name for file in files] == ["report.md", "report.png", "throughput.png"]
     (axes,) = figures[0].axes
@@ -128,18 +126,21 @@ def test_the_throughput_plot_names_every_point_and_draws_the_front(tmp_path, mon
     assert front.get_xydata().tolist() == [[10, 90], [30, 80], [31, 10]]
 
 
-def drawn(folder, monkeypatch):
-    """The figures of a report, with PNGs beside the cells: score, then throughput."""
-    figures = []
+@pytest.fixture
+def drawn(figures_not_rendered, monkeypatch):
+    """Returns the figures of a report: score, then throughput."""
     monkeypatch.setattr(plots, "plot", PLOT)
-    monkeypatch.setattr(plots.plt, "close", figures.append)
-    run(folder)
+
+    def figures(folder):
+        figures_not_rendered.clear()
+        run(folder)
+        return figures_not_rendered
+
     return figures
 
 
 @pytest.mark.parametrize("count", [6, 46])
-@pytest.mark.usefixtures("figures_not_rendered")
-def test_a_legend_of_any_length_is_on_the_canvas_and_covers_no_point(tmp_path, monkeypatch, count):
+def test_a_legend_of_any_length_is_on_the_canvas_and_covers_no_point(tmp_path, drawn, count):
     """All series are on the front, so all are named."""
     folder = write_cell(tmp_path, "full", 1.0, answers_per_s=1.0, scores={"exact_match,none": 1.0})
     for place in range(count):
@@ -148,7 +149,7 @@ def test_a_legend_of_any_length_is_on_the_canvas_and_covers_no_point(tmp_path, m
             tmp_path, f"a-method-of-a-long-name-{place}", kept, scores={"exact_match,none": 0.95 * kept},
             answers_per_s=1.1 / kept, options={"kernel_size": 3},
         )  # fmt: skip
-    for figure in drawn(folder, monkeypatch):
+    for figure in drawn(folder):
         (legend,), (axes,) = figure.legends, figure.axes
         assert len(legend.get_texts()) >= count + 1
         box, canvas = legend.get_window_extent(), figure.bbox
@@ -156,36 +157,34 @@ def test_a_legend_of_any_length_is_on_the_canvas_and_covers_no_point(tmp_path, m
         assert not box.overlaps(axes.get_tightbbox())
 
 
-@pytest.mark.usefixtures("figures_not_rendered")
 @pytest.mark.parametrize("score", [0.0, 0.9])
-def test_points_errors_and_names_are_inside_the_axes_and_the_title_is_no_wider(tmp_path, monkeypatch, score):
+def test_points_errors_and_names_are_inside_the_axes_and_the_title_is_no_wider(tmp_path, drawn, score):
     scores = {"exact_match,none": score, "exact_match_stderr,none": score / 20}
     options = {name: 32 for name in ("chunk_size", "kernel_size", "max_new_tokens", "recent_tokens", "window_size")}
     write_cell(tmp_path, "full", 1.0, answers_per_s=10.0, scores=scores)
     for place in range(5):
         name = f"a-method-of-a-long-name-{place}"
         folder = write_cell(tmp_path, name, 0.2, answers_per_s=90.0, scores=scores, options=options)
-    for figure in drawn(folder, monkeypatch):
+    for figure in drawn(folder):
         (axes,) = figure.axes
         assert axes.get_ylim()[0] < 0 <= 105 * score < axes.get_ylim()[1]
         assert all(axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 for box in boxes([axes._left_title, *axes.texts]))
         assert all(axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1 for box in boxes(axes.texts))
-    assert "± standard error" in drawn(folder, monkeypatch)[0].axes[0].get_ylabel()
+    assert "± standard error" in drawn(folder)[0].axes[0].get_ylabel()
 
 
 def boxes(texts):
     return [text.get_window_extent() for text in texts]
 
 
-@pytest.mark.usefixtures("figures_not_rendered")
-def test_above_twelve_series_only_those_on_the_front_are_coloured_and_the_rest_is_one_entry(tmp_path, monkeypatch):
+def test_above_twelve_series_only_those_on_the_front_are_coloured_and_the_rest_is_one_entry(tmp_path, drawn):
     write_cell(tmp_path, "full", 1.0, answers_per_s=10.0, scores={"exact_match,none": 0.9})
     write_cell(tmp_path, "hindsight", 0.2, answers_per_s=2.0, scores={"exact_match,none": 0.9})
     write_cell(tmp_path, "random", 0.2, answers_per_s=20.5, scores={"exact_match,none": 0.1})
     for place in range(14):
         write_cell(tmp_path, f"worse-{place}", 0.2, answers_per_s=19.0, scores={"exact_match,none": 0.2})
     folder = write_cell(tmp_path, "snapkv", 0.2, answers_per_s=20.0, scores={"exact_match,none": 0.8})
-    score, throughput = drawn(folder, monkeypatch)
+    score, throughput = drawn(folder)
     named = ["full cache", "hindsight", "snapkv", "15 other methods"]
     assert [text.get_text() for text in score.legends[0].get_texts()] == named
     assert sorted(text.get_text() for text in throughput.legends[0].get_texts()) == sorted([*named, "front"])
@@ -194,10 +193,10 @@ def test_above_twelve_series_only_those_on_the_front_are_coloured_and_the_rest_i
     assert {colour("snapkv"), colour("hindsight"), plots.GREY, "black"} == colours
 
 
-def test_a_curve_lies_at_what_was_kept_not_at_what_was_asked(tmp_path, monkeypatch):
+def test_a_curve_lies_at_what_was_kept_not_at_what_was_asked(tmp_path, drawn):
     write_cell(tmp_path, "fastv", 0.1, realised=0.499)
     folder = write_cell(tmp_path, "fastv", 0.5, realised=0.723)
-    (figure,) = drawn(folder, monkeypatch)
+    (figure,) = drawn(folder)
     assert list(figure.axes[0].containers[0].lines[0].get_xdata()) == [0.499, 0.723]
     assert "as measured" in figure.axes[0].get_xlabel()
 
@@ -214,12 +213,10 @@ def test_budgets_are_named(tmp_path):
     assert "| snapkv | 0.168 (budget 64) |" in run(folder)[1][0].read_text()
 
 
-def test_plot_draws_every_series_and_the_full_cache(tmp_path, monkeypatch):
+def test_plot_draws_every_series_and_the_full_cache(tmp_path, figures, monkeypatch):
     for method, ratio in (("snapkv", 0.1), ("snapkv", 0.5), ("full", 1.0), ("knorm", 0.2)):
         folder = write_cell(tmp_path, method, ratio)
-    figures = []
     monkeypatch.setattr(plots, "plot", PLOT)
-    monkeypatch.setattr(plots.plt, "close", figures.append)
     _, files = run(folder)
     (axes,) = figures[0].axes
     assert axes.get_legend_handles_labels()[1] == ["full cache", "knorm", "snapkv"]
