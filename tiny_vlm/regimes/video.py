@@ -12,7 +12,6 @@ from tiny_vlm.regimes.words import WORDS
 from tiny_vlm.signs import COLORS, DIGITS, FRAME_GRID, LETTERS, PATCH, Canvas, Sign, new_text
 
 KINDS = ("next", "previous", "v2n", "v2w")  # number to the next or previous number; colour to number, to word
-CLIP_SIDE = PATCH * FRAME_GRID  # pixels; the video processor enlarges them to the tower's size
 SHORTEST_SHOW = 2  # frames
 JITTER = 2  # pixels off the grid of the pooled tokens, at most
 
