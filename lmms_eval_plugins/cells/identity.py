@@ -6,8 +6,9 @@ import hashlib
 import inspect
 import json
 import os
+import sys
 from dataclasses import asdict, is_dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ WITHOUT_EFFECT = (
     "served.py",
     "yaml_files.py",
 )
+NOT_OWN = ("kvcompress", "lmms_eval_plugins", "builtins", "abc", "typing")  # what users do not write
 
 
 def files_identity(path: Path) -> list[list]:
@@ -98,27 +100,81 @@ def _is_library(cls: type) -> bool:
     return cls.__module__ in ("abc", "builtins", "typing") or cls.__module__.startswith(harnesses)
 
 
-def class_identity(cls: type, but_packages: tuple[str, ...]) -> str:
-    """Hash what a class does in code outside of `but_packages`, such as a user's file or notebook. Empty if it and its
-    parents are all defined in those packages."""
-    own = [each for each in cls.__mro__ if each.__module__.split(".")[0] not in (*but_packages, "builtins", "abc")]
+def own_identity(part: Any) -> str:
+    """Hash the code of a class and its parents, or of a function, that is not in this project's packages, such as a
+    user's file or notebook; empty if there is none.
+
+    Of a file the whole counts, because a method may use everything in it; of a notebook or a script, what the class or
+    function does, with the functions and constants that it names."""
+    parts = part.__mro__ if isinstance(part, type) else _functions_of(part)
+    own = [each for each in parts if each.__module__.split(".")[0] not in NOT_OWN]
     if not own:
         return ""
+    files = {each: _file_of(each.__module__) for each in own}
+    whole = sorted(_file_identity(file) for file in set(files.values()) - {None})
+    content = [_what_it_does(each) for each, file in files.items() if file is None]
+    return hashlib.sha256(repr((whole, content)).encode()).hexdigest()[:16]
+
+
+def _functions_of(value: Any) -> list[Any]:
+    """Return a function, the functions that a partial is made of, or the class of any other value."""
+    if not isinstance(value, partial):
+        return [value if inspect.isfunction(value) else type(value)]
+    return [each for part in (value.func, *value.args, *value.keywords.values()) for each in _functions_of(part)]
+
+
+def _file_of(module: str) -> Path | None:
+    """Return the source file of a module; None for a notebook or a script, in which much else is done."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return Path(file) if module != "__main__" and file and file.endswith(".py") and os.path.isfile(file) else None
+
+
+@cache
+def _file_identity(file: Path) -> str:
+    """Hash a file's code, once per process: code that is already loaded does not change with its file."""
+    return code_identity(file)
+
+
+def _what_it_does(part: Any) -> list[list[Any]]:
+    """Return the content of a class or function, and of all that its functions name of their own module."""
     ignored = ("__doc__", "__module__", "__qualname__", "__firstlineno__")
-    content = [
+    members = vars(part) if isinstance(part, type) else {"": part}
+    members, named = {name: value for name, value in members.items() if name not in ignored}, {}
+    for value in members.values():
+        _add_named(value, named)
+    return [
         [name, _content(value), repr(getattr(value, "__defaults__", None))]
-        for each in own
-        for name, value in sorted(vars(each).items())
-        if name not in ignored
+        for part in (members, named)
+        for name, value in sorted(part.items())
     ]
-    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+
+def _add_named(value: Any, found: dict[str, Any]) -> None:
+    """Add to `found` what a function, and each of that module that it calls, names of its module."""
+    function = _function(value)
+    code, module = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    for name in sorted(_names(code) & module.keys() - found.keys()):
+        found[name] = module[name]
+        if getattr(module[name], "__module__", None) == function.__module__:
+            _add_named(module[name], found)
+
+
+def _names(code: Any) -> set[str]:
+    """Return the names in a function's bytecode and in that of the functions inside."""
+    if not isinstance(code, CodeType):
+        return set()
+    return set(code.co_names).union(*map(_names, code.co_consts))
+
+
+def _function(value: Any) -> Any:
+    """Return the function of a method, a property or a decorated function; other values unchanged."""
+    value = value.fget if isinstance(value, property) else value
+    return inspect.unwrap(getattr(value, "__func__", value))
 
 
 def _content(value: Any) -> Any:
     """Return a function's or property's bytecode without docstring, file and line numbers; plain values unchanged."""
-    if isinstance(value, property):
-        value = value.fget
-    value = getattr(value, "__func__", value)
+    value = _function(value)
     code = getattr(value, "__code__", value)
     if isinstance(code, CodeType):
         doc = getattr(value, "__doc__", None)
@@ -143,13 +199,16 @@ def fingerprint(
     from kvcompress.calibration.files import file_of
     from kvcompress.layer_budgets import list_layer_budgets
     from kvcompress.methods import method_name
+    from kvcompress.scoring.merging import MERGES
 
     from ..model.input_methods import method_info
 
     model, calibration = Path(arguments.pretrained), options.get("calibration")
     method = method_info(cell.method).cls
     rule = list_layer_budgets().get(options.get("layer_budget") or getattr(method, "layer_budget", None))
-    own = [class_identity(cls, but_packages=("kvcompress", "lmms_eval_plugins")) for cls in (method, type(rule))]
+    merge = MERGES.get(options.get("merge") or getattr(method, "merge", None))
+    scorer = [] if options.get("scorer") is None else [method_info(options["scorer"]).cls]
+    own = map(own_identity, [method, *scorer, type(rule), merge])
     known = calibration and file_of(calibration, method_name(options.get("scorer") or cell.method)).read_bytes()
     return {
         **asdict(cell),

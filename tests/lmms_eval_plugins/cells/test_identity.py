@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib.util
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,17 +36,92 @@ def own_class(source: str, line: int = 0) -> type:
     return namespace["Own"]
 
 
-def test_class_identity_sees_the_code_of_a_class_of_ones_own_and_not_its_place():
+def test_the_identity_of_a_class_of_ones_own_sees_its_code_and_not_its_place():
     source = "class Own:\n    kept = 3\n    def score(self, keys, scale=2):\n        return keys * scale + 1\n"
-    before = identity.class_identity(own_class(source), ("kvcompress",))
-    assert identity.class_identity(own_class(source, line=7), ("kvcompress",)) == before
+    before = identity.own_identity(own_class(source))
+    assert identity.own_identity(own_class(source, line=7)) == before
     for change in (("+ 1", "+ 2"), ("+ 1", "- 1"), ("kept = 3", "kept = 4"), ("scale=2", "scale=3"), ("* scale", "")):
-        assert identity.class_identity(own_class(source.replace(*change)), ("kvcompress",)) != before
+        assert identity.own_identity(own_class(source.replace(*change))) != before
     described = source.replace("scale=2):\n", 'scale=2):\n        """{}"""\n')
-    one, other = (identity.class_identity(own_class(described.format(text)), ("kvcompress",)) for text in "ab")
+    one, other = (identity.own_identity(own_class(described.format(text))) for text in "ab")
     assert one == other
-    assert identity.class_identity(list, ("kvcompress",)) == ""
-    assert identity.class_identity(Cell, ("lmms_eval_plugins",)) == ""
+    assert identity.own_identity(list) == identity.own_identity(Cell) == identity.own_identity(None) == ""
+
+
+def test_the_identity_of_a_notebooks_class_sees_the_functions_and_constants_beside_it():
+    helpers = (
+        "import functools\nPOWER = 2\n"
+        "def more(x):\n    return [y + 1 for y in x]\n"
+        "def helper(x):\n    return more(x) * POWER\n"
+        "def noted(function):\n    return functools.wraps(function)(lambda *given: function(*given))\n"
+    )
+    source = helpers + "class Own:\n    @noted\n    def score(self, keys):\n        return helper(keys)\nother = 1\n"
+    before = identity.own_identity(own_class(source))
+    assert identity.own_identity(own_class(source.replace("other = 1", "other = 2"))) == before
+    for change in (("y + 1", "y + 2"), ("POWER = 2", "POWER = 3"), ("(x) * ", "(x) + "), ("(keys)\n", "(-keys)\n")):
+        assert identity.own_identity(own_class(source.replace(*change))) != before
+
+
+OF_FILE = """
+from functools import partial
+from dataclasses import dataclass
+import kvcompress
+from kvcompress.layer_budgets import LayerBudget, register_layer_budget
+from kvcompress.scoring.merging import into_most_similar, register_merge
+
+POWERS = {"keys": 2}
+
+def share(evicted, into, cosine):
+    return evicted, cosine
+
+register_merge("own-of-file")(partial(into_most_similar, share=share))
+
+@register_layer_budget("own-of-file")
+class Own(LayerBudget):
+    def fixed(self, budget, length, num_layers, window, beta):
+        return [budget] * num_layers
+
+@kvcompress.register_method("own-of-file")
+@dataclass(frozen=True)
+class OwnKVCluster(kvcompress.KVCluster):
+    def score(self, queries, keys, values, view):
+        return keys.float().norm(dim=-1) ** POWERS["keys"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("own-of-file", {}),
+        ("snapkv", {"scorer": "own-of-file"}),
+        ("snapkv", {"layer_budget": "own-of-file"}),
+        ("snapkv", {"merge": "own-of-file"}),
+    ],
+)
+def test_a_cell_depends_on_the_whole_file_of_what_is_ones_own(method, options, tmp_path, monkeypatch):
+    from kvcompress import methods
+    from kvcompress.layer_budgets import base
+    from kvcompress.scoring import merging
+
+    cell = Cell("task", "model", method, ratio=0.2)
+    arguments = SimpleNamespace(pretrained="hub/id", revision="main", chat_template=None, system_prompt=None)
+    file = tmp_path / "own_of_file.py"
+
+    def code(source: str) -> str:
+        with monkeypatch.context() as patch:
+            for module, name in ((methods, "_METHODS"), (base, "_RULES"), (merging, "MERGES"), (methods, "_FILES")):
+                patch.setattr(module, name, getattr(module, name).copy())
+            patch.setitem(sys.modules, "kvcompress_methods_own_of_file", None)
+            file.write_text(source)
+            methods.import_file(file, file.name)
+            identity._file_identity.cache_clear()
+            return identity.fingerprint(cell, arguments, options, {}, {})["code"]
+
+    methods.list_methods()
+    before = code(OF_FILE)
+    assert code(f"# a comment\n{OF_FILE}") == before
+    assert code(OF_FILE.replace('"keys": 2', '"keys": 3')) != before
+    assert code(OF_FILE.replace("evicted, cosine\n", "evicted, -cosine\n")) != before
 
 
 def test_a_cell_depends_on_a_layer_budget_of_ones_own(monkeypatch):
