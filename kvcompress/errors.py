@@ -9,7 +9,7 @@ from functools import cache
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 Validated = TypeVar("Validated")
 MOST = 2**31 - 1  # no option makes sense beyond it, and libraries fail with messages of their own
@@ -103,9 +103,17 @@ def _kinds(kind: Any) -> set[Any]:
 
 @cache
 def _adapters(cls: type) -> dict[str, tuple[Any, TypeAdapter[Any]]]:
-    """Map each field to its declared type and validator. Building one takes longer than a short generation."""
-    kinds = get_type_hints(cls, include_extras=True)
-    return {field.name: (kinds[field.name], TypeAdapter(kinds[field.name])) for field in fields(cls)}
+    """Map each field to its declared type and validator. Building one takes longer than a short generation.
+
+    Raises KVCompressError for a type by which no value can be checked."""
+    try:
+        kinds = get_type_hints(cls, include_extras=True)
+        return {field.name: (kinds[field.name], TypeAdapter(kinds[field.name])) for field in fields(cls)}
+    except (NameError, PydanticUserError) as error:
+        raise KVCompressError(
+            f"{cls.__name__}: an option has a type by which no value can be checked; use numbers, str, bool, Literal "
+            f"and tuples: {one_line(error, 200)}"
+        ) from error
 
 
 def checked(cls: type, name: str, value: Any) -> Any:
@@ -125,6 +133,8 @@ def validated(cls: type[Validated], what: str, values: dict[str, Any]) -> Valida
     for name, value in values.items():
         try:
             own[name] = checked(cls, name, value)
+        except KVCompressError:  # the type is wrong, not the value
+            raise
         except ValueError as error:
             raise KVCompressError(f"{what} {name!r} is {shown(value)}: {error}") from None
     try:

@@ -3,9 +3,11 @@
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from inspect import get_annotations, isabstract, isdatadescriptor
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
@@ -15,6 +17,8 @@ from .errors import KVCompressError, one_line, unknown_name, validated
 
 FILES = "KVCOMPRESS_METHODS"  # environment variable: Python files with methods and layer budgets, separated as in PATH
 OF_FILE = "kvcompress_methods_"  # prefix of such a file's module name
+NAME = re.compile(r"\w[\w.+-]*( [\w.+-]+)*")
+WORDS = ("all", "all-kv", "all-tokens", "blind", "downsample")  # what stands for methods in an evaluation
 
 
 class Method:
@@ -68,18 +72,27 @@ def method_name(name: str) -> str:
 def register_method(name: str) -> Callable[[MethodClass], MethodClass]:
     """Class decorator that registers a method's dataclass as `method=name`. The name must not be taken.
 
-    It names a folder of results and is a word of lists: it has no slash and no comma."""
+    It names a folder of results, is a word of lists, and goes before the options in `NAME:OPTION=VALUE`."""
+    if not isinstance(name, str):
+        raise KVCompressError('register_method takes the name of the method: @register_method("value-norm")')
 
     def register(cls: MethodClass) -> MethodClass:
         key = method_name(name)
-        if not key or set(key) & set("/\\,"):
-            raise KVCompressError(f"{cls.__name__} cannot be method {name!r}: a name has no slash and no comma")
+        if not NAME.fullmatch(key):
+            raise KVCompressError(
+                f"{cls.__name__} cannot be method {name!r}: a name has letters, digits, spaces and + - ."
+            )
+        if key in WORDS:
+            raise KVCompressError(f"{cls.__name__} cannot be method {name!r}: evaluations mean something else by it")
         if not (is_dataclass(cls) and issubclass(cls, Method)):
             raise KVCompressError(f"{cls.__name__} is not a dataclass that derives from KVCluster or TokenMethod")
+        if isabstract(cls):
+            raise KVCompressError(f"{cls.__name__} does not define {' and '.join(sorted(cls.__abstractmethods__))}")
         known = _METHODS.get(key)
         # A notebook cell that runs again may redefine its own class.
         if known and (known.cls.__module__, known.cls.__qualname__) != (cls.__module__, cls.__qualname__):
             raise KVCompressError(f"method {key!r} is already registered by {known.cls.__qualname__}")
+        _check_seen(cls)
         options = {}
         for option in fields(cls):
             default = option.default_factory() if option.default_factory is not MISSING else option.default
@@ -91,6 +104,24 @@ def register_method(name: str) -> Callable[[MethodClass], MethodClass]:
         return cls
 
     return register
+
+
+def _check_seen(cls: type[Method]) -> None:
+    """Raise KVCompressError if the dataclass does not see an option, or a new default of one, that the class has."""
+    if "__dataclass_fields__" not in vars(cls):
+        unseen = [name for name, kind in get_annotations(cls).items() if "ClassVar" not in str(kind)]
+        if unseen:
+            raise KVCompressError(
+                f"{cls.__name__} has the option {unseen[0]!r}, but is no dataclass itself: write "
+                "@dataclass(frozen=True) above the class and below @register_method"
+            )
+    for option in fields(cls):
+        given = getattr(cls, option.name, option.default)
+        if option.default is not MISSING and given is not option.default and not isdatadescriptor(given):
+            raise KVCompressError(
+                f"{cls.__name__} gives its option {option.name!r} the default {given!r} without a type, which a "
+                f"dataclass does not see: write {option.name}: TYPE = {given!r}"
+            )
 
 
 def _check_variants(cls: type[Method], method: str, options: dict[str, object]) -> None:

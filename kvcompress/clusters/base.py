@@ -11,7 +11,7 @@ from ..methods import Method, make_method, method_info
 from ..scoring.layer_view import Kept, LayerView, gather
 from ..scoring.merging import merge_evicted
 from ..scoring.places import moved_together
-from ..scoring.returned import check_columns, checked_rows, checked_scores
+from ..scoring.returned import check_columns, check_final, checked_rows, checked_scores
 from ..scoring.rows import scores_of
 from ..scoring.selection import ADAPTIVE, adaptive_indices, fair_scores, sinks_first, top_indices
 
@@ -153,7 +153,9 @@ class KVCluster(Method):
         found = self.final_scores(scores, view)
         if type(self).final_scores is not KVCluster.final_scores:
             place = f"{type(self).__name__}.final_scores"
-            found = _with_protected(checked_scores(found, place, scores), view)
+            found = checked_scores(found, place, scores)
+            check_final(found, place, scores, view)
+            found = _with_protected(found, view)
         head_budget = view.settings.head_budget or self.head_budget
         if head_budget in ADAPTIVE:
             return adaptive_indices(found, view.budgets, view.settings.safeguard, view.padding, head_budget)

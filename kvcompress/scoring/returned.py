@@ -9,7 +9,6 @@ import torch
 
 from ..errors import KVCompressError
 from .layer_view import Kept, LayerView
-from .windows import pad_columns
 
 
 def checked_scores(scores: object, place: str, keys: torch.Tensor) -> torch.Tensor:
@@ -27,12 +26,18 @@ def check_ranked(scores: torch.Tensor, place: str, given: Iterable[torch.Tensor 
     A row of which anything `given` is not finite may have such scores: its answer is NaN, and no other row's."""
     if scores.device.type != "cpu" or not bool((is_nan := scores.isnan()).any()):
         return
-    if view.padding is not None:
-        is_nan = is_nan & ~pad_columns(view.padding, scores.shape[2])
+    is_nan = is_nan & view.real_columns(scores)
     for each in (*given, view.sums, view.noted, view.received):
         if each is not None:
             is_nan = is_nan & each.flatten(1).isfinite().all(1)[:, None, None]
     _check_none(is_nan, place)
+
+
+def check_final(found: torch.Tensor, place: str, scores: torch.Tensor, view: LayerView) -> None:
+    """Raise KVCompressError, on a CPU, for NaN that `place` made of scores (batch, kv_heads, keys) of a row without."""
+    if found.device.type == "cpu":
+        had_nan = scores.isnan().flatten(1).any(1)[:, None, None]
+        _check_none(found.isnan() & view.real_columns(scores) & ~had_nan, place)
 
 
 def checked_token_scores(scores: object, place: str, vision: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

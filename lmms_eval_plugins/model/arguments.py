@@ -53,6 +53,7 @@ LEGACY_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "token_strategy": (("single",), "a video is one placeholder in the prompt"),
     "video_decode_backend": (("pyav",), "videos are decoded with PyAV"),
 }
+OF_TABLE = ("metric", "filter")  # what an evaluation's table shows
 TEMPLATE_NAME = re.compile(r"[a-z]\w{,98}", re.ASCII | re.IGNORECASE)
 AUTO = {"batch_size": ("auto(:[1-9][0-9]{0,5})?", "auto, nor auto:N"), "slots": ("auto", "auto")}
 PROSE = ("system_prompt",)  # text of any kind
@@ -287,6 +288,11 @@ def split_arguments(
     options = {name: None for info in infos for name in method_options(info.name, given.get("scorer"))}
     asked = ", ".join(dict.fromkeys(info.name for info in infos))
     valid = ModelArguments.model_fields.keys() - {"legacy"}  # holds the LEGACY_ARGUMENTS
+    if taken := options.keys() & {*valid, *LEGACY_ARGUMENTS, *OF_TABLE}:
+        owner = next(info.name for info in infos if min(taken) in method_options(info.name, given.get("scorer")))
+        raise KVCompressError(
+            f"option {min(taken)!r} of method {owner!r} needs another name: in an evaluation this one is taken"
+        )
     for name in given:
         if name in options or name in valid or name in LEGACY_ARGUMENTS:
             continue

@@ -17,6 +17,16 @@ DEFINITION = python_blocks(DOCS / "adding-a-method.md")[0]
 TOKENS = next(block for block in python_blocks(DOCS / "adding-a-method.md") if "TokenMethod" in block)
 MERGE = next(block for block in python_blocks(DOCS / "adding-a-method.md") if "register_merge" in block)
 RULE = next(block for block in python_blocks(DOCS / "adding-a-method.md") if "register_layer_budget" in block)
+SUBCLASS = """
+from dataclasses import dataclass
+import kvcompress
+from kvcompress.clusters.snapkv import SnapKVCluster
+
+@kvcompress.register_method("mine")
+@dataclass(frozen=True)
+class Mine(SnapKVCluster):
+    half: int = 4
+"""
 
 
 @pytest.fixture
@@ -123,8 +133,16 @@ def test_the_variable_is_not_named_where_it_names_another_file():
         ("x = 1", "it registers no method, no layer budget and no merge"),
         (DEFINITION.replace("value-norm", "snapkv"), "'snapkv' is already registered"),
         *(
-            (DEFINITION.replace("value-norm", name), f"cannot be method '{name}': a name has no slash and no comma")
-            for name in ("", "value/norm", "value,norm")
+            (DEFINITION.replace("value-norm", name), f"cannot be method '{name}': a name has letters, digits, spaces")
+            for name in ("", "value/norm", "value,norm", "value:norm", "value=norm", "-norm", "norm ", "..")
+        ),
+        (DEFINITION.replace("value-norm", "All_KV"), "cannot be method 'All_KV': evaluations mean something else by"),
+        (DEFINITION.replace('("value-norm")', ""), r"register_method takes the name of the method: @register_method\("),
+        (TOKENS.replace("def score", "def scores"), "LargeEmbeddings does not define score"),
+        (SUBCLASS.replace("@dataclass(frozen=True)\n", ""), "Mine has the option 'half', but is no dataclass itself"),
+        (
+            SUBCLASS.replace("half: int", "window_size"),
+            "Mine gives its option 'window_size' the default 4 without a type",
         ),
     ],
 )
@@ -135,6 +153,27 @@ def test_a_file_that_is_wrong_is_one_line_each_time(write, text, said):
             kvcompress.list_methods()
         assert "mine.py" in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_a_subclass_may_add_an_option_or_change_a_default_or_only_the_score(write):
+    without = SUBCLASS.replace("@dataclass(frozen=True)\n", "").replace("half: int = 4", "mixes_heads = True")
+    write(
+        one=SUBCLASS,
+        two=SUBCLASS.replace("half", "window_size").replace('"mine"', '"mine-2"'),
+        three=without.replace('"mine"', '"mine-3"'),
+    )
+    found = kvcompress.list_methods()
+    assert [found[name].options["window_size"] for name in ("mine", "mine-2", "mine-3")] == [32, 4, 32]
+    assert found["mine"].options["half"] == 4
+
+
+def test_a_type_by_which_no_value_can_be_checked_is_one_line(write):
+    write(mine=f"import torch\n{DEFINITION.replace('window_size: int = 8', 'window_size: torch.Tensor | int = 8')}")
+    with pytest.raises(
+        KVCompressError, match=r"^ValueNormKVCluster: an option has a type by which no .*Tensor"
+    ) as caught:
+        methods.make_method("value-norm")
+    assert "\n" not in str(caught.value)
 
 
 def test_two_files_of_one_name_are_refused(tmp_path, monkeypatch):

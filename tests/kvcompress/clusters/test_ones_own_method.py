@@ -13,6 +13,7 @@ from kvcompress.check.promises import Checked, a_row_is_as_alone
 from kvcompress.check.reference import generate
 from kvcompress.clusters.snapkv import SnapKVCluster
 from kvcompress.scoring.layer_view import LayerView, Settings, StoredEntries
+from kvcompress.scoring.returned import check_final
 from kvcompress.scoring.rows import scores_of
 from tests import fuzz
 from tests.support.examples import paired
@@ -294,6 +295,21 @@ def test_nan_scores_are_one_line_on_a_cpu(layer_budget):
         pytest.raises(KVCompressError, match=r"^NaNs.score returned NaN, 40 of 40 numbers: NaN has no rank$"),
     ):
         generate(model, FAMILIES["qwen2"].inputs(model, [20]), 1)
+
+
+def test_nan_that_final_scores_makes_is_one_line_on_a_cpu():
+    """But for rows whose scores had some before, and at pads."""
+    kvcompress.register_method("nan-final")(
+        type("Nans", (SummedKVCluster,), {"final_scores": lambda self, scores, view: scores * torch.nan})
+    )
+    model = FAMILIES["qwen2"].build()
+    said = r"^Nans.final_scores returned NaN, 66 of 80 numbers: NaN has no rank$"
+    with kvcompress.compress(model, "nan-final", 0.5), pytest.raises(KVCompressError, match=said):
+        generate(model, FAMILIES["qwen2"].inputs(model, [20, 13]), 1)
+    scores, view = torch.ones(2, 2, 9), view_of_two(torch.tensor([[0], [3]]))
+    check_final(scores.masked_fill(~view.real_columns(scores), torch.nan), "here", scores, view)
+    scores[1, 0, 5] = torch.nan
+    check_final(scores, "here", scores, view)
 
 
 def test_nan_scores_of_a_row_whose_states_are_not_finite_are_no_error():

@@ -1,5 +1,6 @@
 """Names are known from the text of files: a slip is answered before anything heavy is imported."""
 
+import dataclasses
 import json
 import shlex
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvcompress
+from kvcompress import methods as core
 from kvcompress.errors import KVCompressError
 from kvcompress.tokens import TokenMethod
 from lmms_eval_plugins import evaluate
@@ -113,6 +115,21 @@ def test_an_option_of_some_goes_to_those_that_have_it():
     of_window = {cell.method for cell, _ in methods("all-kv", more=("window_size=4",)).cells if cell.options}
     assert {"snapkv", "adakv"} <= of_window
     assert "knorm" not in of_window
+
+
+def test_the_words_that_no_method_may_be_called_are_those_of_an_evaluation():
+    assert sorted(core.WORDS) == sorted([*GROUPS, *INPUT_METHODS])
+
+
+@pytest.mark.parametrize("name", ["slots", "metric", "truncation"])
+def test_an_option_of_ones_own_with_the_name_of_an_argument_is_refused(name, monkeypatch):
+    """It would be taken for the argument's, or the argument for it."""
+    monkeypatch.setattr(core, "_METHODS", dict(kvcompress.list_methods()))
+    own = dataclasses.make_dataclass("Own", [(name, int, 3)], bases=(kvcompress.KVCluster,), frozen=True)
+    kvcompress.register_method("own")(own)
+    said = rf"option '{name}' of method 'own' needs another name: in an evaluation this one is taken"
+    with pytest.raises(KVCompressError, match=said):
+        Plan.of(parse(["tiny_textvqa", "tiny", "snapkv,own", "0.2"]))
 
 
 def test_methods_that_change_the_pictures_are_asked_for_by_name_and_blind_has_one_size():
