@@ -118,7 +118,9 @@ def finish(content: dict[str, Any], given: argparse.Namespace) -> None:
     text = markdown(content, rows)
     write_text(given.out.with_suffix(".md"), text)
     print_table(text, rows)
-    if find_spec("matplotlib"):
+    if all("error" in row for row in rows):
+        say("no plot: no cache had enough memory")
+    elif find_spec("matplotlib"):
         with replacing(given.out.with_suffix(".png")) as draft:
             plot(content, rows, draft)
     else:

@@ -259,7 +259,7 @@ def markdown(content: dict[str, Any]) -> str:
                 name,
                 served["slots"] or "",
                 f"{rate[name]:.1f}",
-                *(f"{rate[name] / rate[peer.name]:.2f}" if peer.name in rate else "" for peer in PEERS.values()),
+                *(f"{rate[name] / rate[peer.name]:.2f}" if rate.get(peer.name) else "" for peer in PEERS.values()),
                 short(60 * served["answers"] / served["seconds"]),
                 f"{served['kv_bytes'] / 1e6:.0f}",
             ]

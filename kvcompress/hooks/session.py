@@ -21,7 +21,7 @@ from ..clusters.learned import check_learned_for
 from ..errors import KVCompressError
 from ..inflight.cache import SlotCache
 from ..inflight.loop import InFlight, Limits, check_storage
-from ..inflight.request import Request
+from ..inflight.request import Request, names_length
 from ..inflight.under_way import Writer
 from ..policy.make import make_policy
 from ..policy.passages import Decoder
@@ -359,7 +359,8 @@ class Session:
                 cannot be split (`resumed_prompt.why_whole`) is prefilled whole, with a warning.
             on_oom: "halve" the slots when memory runs out and restart the newest requests, or "raise".
             after_prompt: called with a request's index and its filled cache, before it gets a slot.
-            options: options of `generate`: `max_new_tokens`, `do_sample`, `stop_strings` (with `tokenizer`), ...
+            options: options of `generate`: `max_new_tokens` (by default the session's), `do_sample`, `stop_strings`
+                (with `tokenizer`), ...
 
         Raises:
             KVCompressError: for a wrong argument, or an engine option that requests in flight do not support.
@@ -369,8 +370,8 @@ class Session:
         check_storage(kind := self._new_cache.get("cache_implementation", "dynamic"))
         # A prompt is compressed in its own cache, without room for new tokens, and then moves into its slot.
         new_cache = {**self._new_cache, "cache_implementation": "dynamic", "max_new_tokens": 0}
-        if self._new_cache["max_new_tokens"] is not None:
-            options.setdefault("max_new_tokens", self._new_cache["max_new_tokens"])
+        if self._new_cache["max_new_tokens"] is not None and not names_length(options):
+            options["max_new_tokens"] = self._new_cache["max_new_tokens"]
         make_cache = partial(CompressedCache, self.model.config, **new_cache)
         return InFlight(
             Writer(self.model, lambda: self.is_entered, make_cache, self._read),

@@ -262,8 +262,8 @@ class InFlight:
             except Exception as error:
                 done.append(running.failed(error))
             self._free(slot)
+        yield from done  # before an eviction that may fail
         yield from self._evict()
-        yield from done
 
     def _feed(self) -> tuple[list[int], torch.Tensor]:
         """Feed the slots' latest tokens. Returns the most likely next token of each slot, and the logits (slots,

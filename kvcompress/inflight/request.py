@@ -17,6 +17,7 @@ from ..hooks.model import generation_option
 
 ONE_SEQUENCE = ("num_beams", "num_return_sequences", "num_beam_groups")
 ONLY_TOKENS = "an Answer holds tokens, and nothing else that generate returns"
+LENGTHS = ("max_new_tokens", "max_length")
 NOT_IN_FLIGHT = {  # options of `generate` -> why requests in flight do not take them
     "assistant_model": "a request in flight is decoded greedily or sampled",
     "streamer": "Request.on_tokens gets a request's tokens",
@@ -166,12 +167,20 @@ def prepare(
 
     device = device_of(model)
     inputs = {name: value.to(device) if hasattr(value, "to") else value for name, value in request.inputs.items()}
+    if names_length(request.options):  # in a way of its own: `generate` would prefer `max_new_tokens`
+        options = {name: value for name, value in options.items() if name not in LENGTHS}
     options = with_stop_strings(model, {**options, **request.options})
     for name, reason in NOT_IN_FLIGHT.items():
         if options.get(name):
             raise KVCompressError(f"{name}= does not go with requests in flight: {reason}")
     model.generate(**inputs, **options, **{CACHE: cache}, custom_generate=first_step)
     return found[0]
+
+
+def names_length(options: Mapping[str, Any]) -> bool:
+    """Return whether options of `generate` say how long an answer may be."""
+    config = options.get("generation_config")
+    return any(options.get(name, getattr(config, name, None)) is not None for name in LENGTHS)
 
 
 def with_stop_strings(model: PreTrainedModel, options: dict[str, Any]) -> dict[str, Any]:

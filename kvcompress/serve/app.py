@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import json
+import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
+import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -142,11 +144,11 @@ class Server:
         update = await reply.updates.get()
         if isinstance(update, str):
             return update
-        if job.is_cancelled:
+        if job.is_cancelled and not self.worker.is_closing:
             raise HTTPException(499, "the request was cancelled")
         if update is None and job.error is not None:
             raise HTTPException(500, said(job.error))
-        if update is None:
+        if update is None or job.is_cancelled:
             raise HTTPException(503, said(self.worker.error or "the server is ending"))
         if update.error is not None:
             raise HTTPException(400 if isinstance(update.error, KVCompressError) else 500, said(update.error))
@@ -194,6 +196,20 @@ class Server:
         ):
             message = "the API key is missing or wrong: Authorization: Bearer KEY"
             raise HTTPException(401, message, {"WWW-Authenticate": "Bearer"})
+
+
+class Runner(uvicorn.Server):
+    """Serves over HTTP. Asked to end, it gives the answers under way some seconds; then they end with an error."""
+
+    def __init__(self, server: Server, seconds: float):
+        # A client that does not even read the error is cut off.
+        super().__init__(uvicorn.Config(server.app(), log_level="warning", timeout_graceful_shutdown=2 * seconds))
+        self._worker, self._seconds = server.worker, seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.get_running_loop().call_later(self._seconds, self._worker.close)
+        await super().shutdown(sockets)
+        ending.cancel()
 
 
 class Reply:

@@ -64,15 +64,14 @@ def serve(flags: argparse.Namespace) -> None:
         raise KVCompressError("protect_text= is text of one prompt, and a server answers many")
     with listening(flags.host, flags.port) as place:
         server = load(flags, options)
-        import uvicorn
+        from .app import Runner
 
-        config = uvicorn.Config(server.app(), log_level="warning", timeout_graceful_shutdown=GRACE_S)
         host, port = place.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         print(f"serving {server.name} with {flags.method} at http://{host}:{port}/v1", flush=True)
         if server.api_key is None and not place.getsockname()[0].startswith(("127.", "::1")):
             print("warning: whoever reaches this address may use it; --api-key asks for a key", file=sys.stderr)
-        uvicorn.Server(config).run(sockets=[place])
+        Runner(server, GRACE_S).run(sockets=[place])
 
 
 def listening(host: str, port: int) -> socket.socket:

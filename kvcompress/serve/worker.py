@@ -55,35 +55,40 @@ class Worker:
         session: creates the compression, which the worker's thread enters.
         settings: arguments of `Session.generate_many` but for the requests.
         error: what ended the worker, None while it works.
+        is_closing: whether it takes no more jobs.
     """
 
     session: Callable[[], AbstractContextManager]
     settings: Mapping[str, Any]
     error: BaseException | None = None
+    is_closing: bool = False
     _errors: int = 0  # since the last answer
     _waiting: deque[Job] = field(default_factory=deque)
     _taken: dict[int, Job] = field(default_factory=dict)  # by index in the run
     _run: InFlight | None = None
-    _is_closing: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._work, name="kvcompress-serve", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Cancel all jobs and end the thread."""
+    def close(self) -> None:
+        """Cancel all jobs, and take no more."""
         with self._changed:
-            self._is_closing = True
+            self.is_closing = True
             jobs = [*self._waiting, *self._taken.values()]
             self._changed.notify()
         for job in jobs:
             self.cancel(job)
+
+    def stop(self) -> None:
+        """Close, and wait for the end of the thread."""
+        self.close()
         self._thread.join()
 
     def submit(self, job: Job) -> None:
         with self._changed:
-            is_over = self._is_closing or self.error is not None
+            is_over = self.is_closing or self.error is not None
             if not is_over:
                 self._waiting.append(job)
                 self._changed.notify()
@@ -128,7 +133,7 @@ class Worker:
                 else:
                     self._fail(error)
         with self._changed:
-            self._is_closing = True
+            self.is_closing = True
             left = [*self._taken.values(), *self._waiting]
             self._taken.clear()
             self._waiting.clear()
@@ -154,7 +159,7 @@ class Worker:
     def _wait(self) -> bool:
         """Wait for a job; return False to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._is_closing)
+            self._changed.wait_for(lambda: self._waiting or self.is_closing)
             return bool(self._waiting)
 
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
-import uvicorn
 
 from kvcompress.command_line import key_values
-from kvcompress.serve.app import Server
+from kvcompress.serve.app import Runner, Server
 from kvcompress.serve.command import listening, load, parser
 from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT
 
@@ -26,7 +25,7 @@ def loaded(*flags: str, method: tuple[str, ...] = METHOD) -> Server:
 def served(server: Server) -> Iterator[httpx.Client]:
     """Serve; yields a client."""
     with listening("127.0.0.1", 0) as place:
-        runner = uvicorn.Server(uvicorn.Config(server.app(), log_level="warning", timeout_graceful_shutdown=1))
+        runner = Runner(server, seconds=1)
         thread = threading.Thread(target=runner.run, kwargs={"sockets": [place]})
         thread.start()
         try:

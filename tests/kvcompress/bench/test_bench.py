@@ -410,6 +410,14 @@ def test_when_the_time_is_over_no_further_cell_is_begun(tmp_path, monkeypatch, c
     assert "32 tokens, batch 2: skipped, out of time" in capsys.readouterr().err
 
 
+def test_where_no_cache_has_enough_memory_there_is_a_table_and_no_plot(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(grid, "attempt", lambda call: None)
+    bench(tmp_path, "--methods", "knorm")
+    assert "| full | out of memory |" in (tmp_path / "bench.md").read_text()
+    assert "no plot: no cache had enough memory" in capsys.readouterr().err
+    assert not (tmp_path / "bench.png").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

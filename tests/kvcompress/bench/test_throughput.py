@@ -7,7 +7,7 @@ import pytest
 
 from kvcompress.__main__ import main
 from kvcompress.bench.contenders import MethodSpec
-from kvcompress.bench.throughput import Asked, Continuous, entry_bytes, workload
+from kvcompress.bench.throughput import Asked, Continuous, entry_bytes, markdown, workload
 from kvcompress.errors import KVCompressError
 from tests.support.families import FAMILIES
 
@@ -64,6 +64,17 @@ def test_who_is_out_of_time_stops(tmp_path):
     padded, full = content["served"]
     assert padded["answers"] == 3  # a batch
     assert (full["answers"], full["steps"], full["tokens"]) == (0, 1, 2)  # a first token, and a step
+
+
+def test_a_peer_that_had_no_time_for_a_token_is_a_row_and_compared_with_nobody(tmp_path):
+    content = bench(tmp_path, "--peers", "padded", "--methods", "full")
+    padded, full = content["served"]
+    padded |= {"answers": 0, "tokens": 0}
+    rows = [
+        line.split(" | ") for line in markdown(content).splitlines() if line.startswith(("| transformers", "| full"))
+    ]
+    assert rows[0][2:5] == ["0.0", "", ""]
+    assert rows[1][2:4] == [f"{full['tokens'] / full['seconds']:.1f}", ""]
 
 
 @pytest.mark.slow

@@ -200,6 +200,25 @@ def test_sampling_with_a_seed_draws_what_generate_draws_alone():
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
 
 
+def test_an_answer_is_as_long_as_its_request_says_or_else_the_run_or_else_the_session():
+    model, (inputs, *_) = requests_of("qwen2")
+    config = GenerationConfig(max_new_tokens=5)
+    ways = {
+        3: {"max_new_tokens": 3},
+        4: {"max_length": inputs["input_ids"].shape[1] + 4},
+        5: {"generation_config": config},
+    }
+
+    def lengths(*asked, **run):
+        return [len(answer.tokens) for answer in answers_of(model, asked, session_options={"max_new_tokens": 7}, **run)]
+
+    own = [Request(inputs, way) for way in ways.values()]
+    assert lengths(inputs, *own) == [7, *ways]
+    assert lengths(inputs, *own, max_new_tokens=6) == [6, *ways]
+    for most, way in ways.items():
+        assert lengths(inputs, **way) == [most]
+
+
 def test_processors_and_stop_strings_are_transformers_own():
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

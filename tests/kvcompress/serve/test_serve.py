@@ -447,14 +447,30 @@ def test_a_worker_that_has_ended_is_not_healthy(alone, monkeypatch, capsys):
     assert "RuntimeError: the device" in capsys.readouterr().err
 
 
-def test_answers_that_run_when_the_server_ends_end_too(gate):
-    server = loaded("--slots", "1")
+def test_answers_that_are_not_there_when_the_server_has_ended_are_an_error(monkeypatch, long, caplog):
+    server, on_tokens = loaded("--slots", "1"), app.Reply.on_tokens
+
+    def held(self, tokens):
+        if len(tokens) == 3:
+            until(lambda: server.worker.is_closing)
+        return on_tokens(self, tokens)
+
+    monkeypatch.setattr(app.Reply, "on_tokens", held)
     with ThreadPoolExecutor() as pool, served(server) as client:
-        asked = [pool.submit(httpx.post, f"{client.base_url}{CHAT}", json=body()) for _ in range(2)]
-        until(lambda: gate.reached.is_set() and server.worker.waiting == 1)
-        pool.submit(until, lambda: server.worker._is_closing).add_done_callback(lambda _: gate.set())
-    for each in asked:
-        assert isinstance(each.exception(), httpx.HTTPError) or each.result().status_code >= 499
+        url = f"{client.base_url}{CHAT}"
+        running = pool.submit(httpx.post, url, json=body(stream=True))
+        until(lambda: server.worker.running == 1)
+        waiting = pool.submit(httpx.post, url, json=body())
+        until(lambda: server.worker.waiting == 1)
+    *begun, last = [json.loads(line.removeprefix("data: ")) for line in running.result().iter_lines() if line]
+    assert begun[-1]["choices"][0]["delta"]["content"]
+    for status, answer in (
+        (running.result().status_code, last),
+        (waiting.result().status_code, waiting.result().json()),
+    ):
+        assert answer["error"]["message"] == "the server is ending"
+        assert status == (200 if answer is last else 503)  # a stream has begun
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
     assert not server.worker._thread.is_alive()
 
 

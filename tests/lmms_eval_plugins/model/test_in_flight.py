@@ -6,10 +6,12 @@ import time
 import pytest
 import torch
 
+from kvcompress.inflight.layer import SlotLayer
 from lmms_eval_plugins.model import batch_size, in_flight
 from lmms_eval_plugins.model.answer_store import AnswerStore
 from lmms_eval_plugins.model.batch_size import MOST_SLOTS
 from tests.support.checkpoints import image, load_lm, requests, texts
+from tests.support.in_flight import OutOfMemory
 
 CELL = {"method": "snapkv", "ratio": 0.5, "window_size": 4}
 DOCS = [{"text": "what word is on the red sign?" * (n % 3), "images": [image(n)] * (n % 2)} for n in range(5)]
@@ -217,6 +219,21 @@ def test_where_memory_does_not_suffice_slots_are_halved_or_the_run_ends(checkpoi
     assert lm.generate_until(requests(lm, docs)) == expected
     assert {row["on_oom"] for row in lm.rows} == {"halve_batch"}
     assert {row["slots"] for row in lm.rows} == {2}
+
+
+def test_an_answer_that_is_done_when_memory_ends_and_all_slots_go_is_a_row(checkpoint, monkeypatch):
+    evicting = {"method": "streamingllm", "ratio": 0.5, "decode_budget": 4, "decode_interval": 2}
+    lm = load_lm(checkpoint("llama"), slots=2, on_oom="halve_batch", **evicting)
+    made = requests(lm, [{"text": "question 1"}, {"text": "question 2"}])
+    for request, new in zip(made, (4, 8), strict=True):
+        request.args[2]["max_new_tokens"] = new
+    expected = lm.generate_until(made)
+    lm.reset_rows()
+    first = lm.model.config.num_hidden_layers + 1  # an eviction of the second as the first is done, and fewer slots
+    for name in ("_evict", "resize"):
+        monkeypatch.setattr(SlotLayer, name, OutOfMemory(first).failing(getattr(SlotLayer, name)))
+    assert lm.generate_until(made) == expected
+    assert [row["tokens_out"] for row in lm.gather_rows()] == [4, 8]
 
 
 def test_auto_takes_what_is_left_beside_one_request(checkpoint, monkeypatch):
