@@ -6,15 +6,22 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DogeConfig,
+    DogeForCausalLM,
     DynamicCache,
+    FalconH1Config,
     GPTNeoConfig,
     GraniteConfig,
     MistralConfig,
     MptConfig,
     Olmo2Config,
+    Qwen2Config,
     Qwen3OmniMoeConfig,
     Qwen3OmniMoeForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
     VipLlavaConfig,
+    cache_utils,
 )
 
 import kvcompress
@@ -171,6 +178,42 @@ def test_a_family_that_bypasses_the_interface_is_an_error_before_anything_runs(c
         "attention interface",
     ):
         kvcompress.compress(model, "snapkv", 0.5)
+
+
+def test_an_encoder_decoder_model_is_an_error_before_anything_runs():
+    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    with pytest.raises(
+        kvcompress.KVCompressError, match="an encoder-decoder model, whose prompt is not in"
+    ):
+        kvcompress.compress(T5ForConditionalGeneration(config), "snapkv", 0.5)
+
+
+def test_a_model_whose_layers_have_other_states_beside_full_attention_is_an_error_that_says_so():
+    config = FalconH1Config(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+    with pytest.raises(
+        kvcompress.KVCompressError, match=r"alone \(LinearAttentionAndFullAttentionLayer"
+    ):
+        kvcompress.CompressedCache(config, "snapkv", 0.5)
+
+
+@pytest.mark.skipif(not hasattr(cache_utils, "DynamicIndexedLayer"), reason="not in this transformers")
+@pytest.mark.parametrize("method", ["full", "snapkv"])
+def test_a_model_in_which_some_layers_choose_their_keys_is_an_error(method):
+    """Such a layer hides the other keys only under transformers' own attention, so that all would be seen."""
+    config = Qwen2Config(num_hidden_layers=2, layer_types=["full_attention", "indexed_attention"])
+    with pytest.raises(kvcompress.KVCompressError, match="some of its layers choose the keys that they attend to"):
+        kvcompress.CompressedCache(config, method, 1.0)
+
+
+def test_a_model_that_masks_each_head_differently_is_an_error():
+    """While it decodes, its mask was ignored."""
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = DogeForCausalLM(DogeConfig(**sizes, intermediate_size=32, keep_window_size=8)).eval()
+    with (
+        kvcompress.compress(model),
+        pytest.raises(kvcompress.KVCompressError, match="DogeAttention masks each head differently"),
+    ):
+        model.generate(torch.arange(5, 30)[None], max_new_tokens=2)
 
 
 def test_a_mistral_with_a_sliding_window_in_every_layer_is_an_error():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin, cache_utils
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ..clusters.calibrated import check_calibrated_for
 from ..clusters.learned import check_learned_for
@@ -27,12 +27,12 @@ from . import saved
 from .hiding import Hiding
 from .layer import CompressedLayer, nbytes_of
 from .new_tokens import NewTokens, check_past
+from .other_layers import check_other_layers, layer_names
 from .passes import Waiting
 from .scope import evictable
 from .storage.static import StaticStorage
 
 WITHOUT_KEYS = getattr(cache_utils, "DummyLayer", ())  # for a layer that attends to another layer's keys
-LAYER_NAMES = {DynamicLayer: "cross-attention", DynamicSlidingWindowLayer: "sliding windows"}  # not compressed
 
 
 @cache
@@ -112,34 +112,19 @@ class CompressedCache(DynamicCache):
             self.layers[layer_idx] = CompressedLayer(layer_idx, place, compressed, self.policy, max_new_tokens, hiding)
         self.compressed_layers = [self.layers[layer_idx] for layer_idx in full_attention]
         others = [layer for layer in self.layers if not isinstance(layer, (CompressedLayer, WITHOUT_KEYS))]
+        kinds = {type(layer) for layer in others}
+        if not compressed:
+            raise KVCompressError(
+                f"a {config.model_type} model has no layer with full attention alone ({layer_names(kinds)}): nothing "
+                "to compress"
+            )
         if others:
             say_once(
                 f"{config.model_type}: {len(others)} of {len(others) + compressed} layers have no full "
                 "attention (sliding windows and the like); they keep transformers' own cache, uncompressed"
             )
-            self._check_other_layers({type(layer) for layer in others})
-        if not compressed:
-            raise KVCompressError(f"a {config.model_type} model has no layer with full attention: nothing to compress")
+            check_other_layers(kinds, self.policy, config.model_type)
         check_calibrated_for(self.policy.cluster, config, compressed)
-
-    def _check_other_layers(self, others: set[type]) -> None:
-        """Raise KVCompressError for an option that does not work with uncompressed layers of these types."""
-        engine, what = self.policy.engine, None
-        if engine.first_token == "compressed":
-            what, wanted = "first_token='compressed', which feeds a token twice,", "full attention"
-        elif others != {DynamicSlidingWindowLayer}:
-            wanted = "full attention or sliding windows"
-            if self.policy.cluster.second_pass == "context":
-                what = f"method {self.policy.method!r}, which reads the prompt twice,"
-            elif engine.prefill_chunk is not None:
-                what = f"prefill_chunk={engine.prefill_chunk}, which feeds the prompt piece by piece,"
-            elif engine.scope == "context-first":
-                what = "scope='context-first', which feeds the prompt in two parts,"
-        if what is not None:
-            raise KVCompressError(
-                f"{what} needs a model whose layers all have {wanted}: {self.config.model_type} has others "
-                f"({', '.join(sorted(LAYER_NAMES.get(kind, kind.__name__) for kind in others))})"
-            )
 
     def start(
         self,

@@ -76,6 +76,10 @@ def compressed_attention(
     if layer is None:  # a layer that keeps transformers' own storage
         check_came_through(module)
         return attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4 and attention_mask.shape[1] > 1:
+        raise KVCompressError(
+            f"a {type(module).__name__} masks each head differently, and compression follows masks for all heads alike"
+        )
     given, key = key, key.plain if isinstance(key, LayerKeys) else key
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if getattr(module, "layer_idx", layer.layer_idx) != layer.layer_idx:

@@ -124,8 +124,14 @@ def adapters_at_work(decoder: PreTrainedModel) -> list[tuple[str, ...]]:
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """Return the innermost decoder, which holds the attention layers; these read its config's `_attn_implementation`.
 
-    Raises KVCompressError if the decoder's attention does not go through the attention interface.
+    Raises KVCompressError for an encoder-decoder model, or if the decoder's attention does not go through the attention
+    interface.
     """
+    if model.config.is_encoder_decoder:
+        raise KVCompressError(
+            f"{type(model).__name__} is not supported: it is an encoder-decoder model, whose prompt is not in the KV "
+            "cache of its decoder"
+        )
     config = model.config.get_text_config(decoder=True)
     decoders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config]
     if not decoders or not all(type(decoder)._can_set_attn_implementation() for decoder in decoders):

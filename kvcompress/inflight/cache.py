@@ -3,8 +3,9 @@
 import torch
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from ..cache.cache import LAYER_NAMES, CompressedCache
+from ..cache.cache import CompressedCache
 from ..cache.layer import CompressedLayer
+from ..cache.other_layers import layer_names
 from ..device import own_dtypes
 from ..errors import KVCompressError
 from ..scoring.rotary import Rotary
@@ -46,7 +47,7 @@ class SlotCache(Cache):
             return SlidingSlotLayer(like, layer_idx, self._slots)
         raise KVCompressError(
             f"requests in flight need layers with full attention or sliding windows: {self.config.model_type} has "
-            f"others ({LAYER_NAMES.get(type(like), type(like).__name__)})"
+            f"others ({layer_names([type(like)])})"
         )
 
     # -- slots
