@@ -33,7 +33,7 @@ from .cells.machine import (
 )
 from .cells.names import check_names
 from .cells.plan import Plan, check_folders
-from .cells.processes import TaskFailures, end_with_parent, run_tasks
+from .cells.processes import STARTED_BY, TaskFailures, end_with_parent, run_tasks
 from .cells.request import BUNDLED_MODEL, USAGE, Request, arguments_of, check_known, flag_parser
 from .cells.run import evaluate_cells, load_model, quiet, score_again
 
@@ -65,7 +65,7 @@ def evaluate(argv: list[str]) -> int:
         list_command(argv[1:])
         return 0
     is_rank = "LOCAL_RANK" in os.environ  # the process that started the ranks reports for them
-    if is_rank:
+    if is_rank or STARTED_BY in os.environ:
         end_with_parent()
     check_environment()
     request = parse(argv)

@@ -108,8 +108,14 @@ def load_tasks(
 
 def disk_error(error: BaseException | None) -> OSError | None:
     """Return the error of a disk behind an error, which `datasets` hides in its own; None if there is none."""
+    from datasets.config import HF_DATASETS_CACHE
+
+    cache = Path(HF_DATASETS_CACHE)
     while error is not None:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS and (error.filename or error.errno in FULL):
+            return error
+        # A cache that cannot be created, as where HOME is no folder.
+        if isinstance(error, OSError) and error.filename and Path(error.filename) in (cache, *cache.parents):
             return error
         error = error.__cause__ or error.__context__
     return None

@@ -27,6 +27,7 @@ POLL_S = 0.1
 GRACE_S = 1.0  # processes that fail within this time fail for the same reason
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+STARTED_BY = "KVCOMPRESS_STARTED_BY"  # environment variable with the id of the process that started this one
 
 # Environment variable with a folder where ranks record why a task failed and find which tasks failed before.
 FOLDER = "KVCOMPRESS_FAILED_TASKS"
@@ -133,14 +134,18 @@ def evaluation(argv: list[str], **settings: Any) -> Iterator[subprocess.Popen]:
 
 
 def start(argv: list[str], **settings: Any) -> subprocess.Popen:
-    """Start the command in its own session: Ctrl-C reaches only this process, which stops the others."""
-    return subprocess.Popen([*COMMAND, *argv], start_new_session=True, **settings)
+    """Start the command in its own session: Ctrl-C reaches only this process, which stops the others. On Linux the
+    command ends with this process (`end_with_parent`), also if that is killed and stops nothing."""
+    environment = {**(settings.pop("env", None) or os.environ), STARTED_BY: str(os.getpid())}
+    return subprocess.Popen([*COMMAND, *argv], start_new_session=True, env=environment, **settings)
 
 
 def end_with_parent() -> None:
-    """Have Linux end this rank with the process that started it, also if that is killed and cannot stop its ranks."""
+    """Have Linux end this process with the one that started it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.environ.pop(STARTED_BY, None) not in (None, str(os.getppid())):
+            os.kill(os.getpid(), signal.SIGTERM)  # it was gone before Linux was asked
 
 
 def stop(processes: list[subprocess.Popen]) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pandas as pd
 
 from .appearance import score_scale, short_names
-from .numbers import fixed, near, share
-from .table import by_layer, note, score_text, table_rows, warnings
+from .numbers import near, share
+from .table import best_of_sizes, by_layer, note, score_text, table_rows, warnings
 
 PREAMBLE = "% needs \\usepackage{booktabs,longtable}\n\n"
 MOST_ROWS = 40  # longer tables break over pages
@@ -34,12 +34,12 @@ def latex_tables(frame: pd.DataFrame, title: str) -> str:
 
 def scores(frame: pd.DataFrame, title: str) -> str:
     """Return a table with a row per series and a column per requested ratio or budget; the full cache has its own row.
-    In each column the best score is bold among the methods that keep the requested share, without `hindsight`, which
-    knows the answer."""
+    The best score of each column is bold, see `best_of_sizes`."""
     scale = score_scale(frame)
     full, compressed = frame[frame["method"] == "full"], frame[frame["method"] != "full"]
     table = scores_by_size(compressed, scale).map(escaped)
-    for series, size in _best(compressed, scale):
+    best = compressed[best_of_sizes(compressed, scale)]
+    for series, size in zip(best["series"], best["asked"], strict=True):
         table.loc[series, size] = f"\\textbf{{{table.loc[series, size]}}}"
     rows = table.rename(index=escaped).reset_index().to_numpy().tolist()
     above = [
@@ -49,7 +49,8 @@ def scores(frame: pd.DataFrame, title: str) -> str:
     ]
     caption = (
         f"{title}: {frame['metric'].iloc[0] or 'score'} by the requested share of the KV entries; in brackets the "
-        "share kept, if it differs. Bold: the best of a column among methods that keep the requested share."
+        "share kept, if it differs. Bold: the best of a column among methods that keep the requested share and "
+        "answered all questions."
     )
     return environment(["method", *map(escaped, table.columns)], rows, caption, above)
 
@@ -64,17 +65,6 @@ def scores_by_size(frame: pd.DataFrame, scale: int) -> pd.DataFrame:
         other = "" if near(row.realised, row.ratio) else f" ({share(row.realised)})"
         table.loc[row.series, row.asked] = score_text(row, scale) + other
     return table
-
-
-def _best(frame: pd.DataFrame, scale: int) -> list[tuple[str, str]]:
-    """Return series and size of the best scores after rounding, so that all equal ones are bold."""
-    fair = [
-        (row.series, row.asked, float(fixed(scale * row.score, 1)))
-        for row in frame.itertuples()
-        if near(row.realised, row.ratio) and row.method != "hindsight" and pd.notna(row.score)
-    ]
-    most = {size: max(score for _, other, score in fair if other == size) for _, size, _ in fair}
-    return [(series, size) for series, size, score in fair if score == most[size]]
 
 
 def environment(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str, above: Sequence[str] = ()) -> str:

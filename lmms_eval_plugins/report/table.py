@@ -4,6 +4,7 @@ Only cells with the same run settings (limit, dtype, ...) are comparable, so eac
 table and plots, written beside the cells as `report[-key=value...].md` and `.png`, and `throughput[-...].png`.
 """
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,23 @@ def table_rows(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
 def score_text(row: Any, scale: int) -> str:
     """Format the score of a frame's row, with its standard error if it has one."""
     return text_of(row.score, 1, scale) + (f" ± {fixed(scale * row.stderr, 1)}" if pd.notna(row.stderr) else "")
+
+
+def best_of_sizes(frame: pd.DataFrame, scale: int) -> list[bool]:
+    """Return which cells have the best score of their requested size after rounding, so that all equal ones do.
+
+    Only cells that keep the requested share and have all questions compete, and not `hindsight`, which knows the
+    answer."""
+    compressed = frame["method"] != "full"
+    most = frame["scored"][compressed].max()
+    shown = [
+        float(fixed(scale * row.score, 1))
+        if near(row.realised, row.ratio) and row.scored == most and row.method != "hindsight" and pd.notna(row.score)
+        else math.nan
+        for row in frame.itertuples()
+    ]
+    scores = pd.Series(shown, index=frame.index).where(compressed)
+    return scores.eq(scores.groupby(frame["asked"]).transform("max")).tolist()
 
 
 def by_layer(frame: pd.DataFrame) -> str:

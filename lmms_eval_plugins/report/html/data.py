@@ -21,6 +21,7 @@ from ..groups import Group
 from ..metrics import loyalty
 from ..numbers import kept
 from ..short_answers import warning
+from ..table import best_of_sizes
 
 MOST_QUESTIONS = 1000  # per group on the page; the files with all samples have no such limit
 CELL_NUMBERS = (
@@ -57,7 +58,8 @@ def page_group(group: Group, entries: list[list[dict[str, Any]]]) -> dict[str, A
     frame = group.frame
     overlays = overlay_data(entries)
     needed = needs_by_question(entries)
-    parts, tests = headrooms(frame), against_full(frame)
+    parts, tests, scale = headrooms(frame), against_full(frame), score_scale(frame)
+    best = best_of_sizes(frame, scale)
     varied = varied_options([cell["protocol"] for cell in group.cells])
     marks, cells = markers(dict(zip(frame["series"], frame["method"], strict=True))), []
     for index, row in enumerate(frame.itertuples()):
@@ -65,6 +67,7 @@ def page_group(group: Group, entries: list[list[dict[str, Any]]]) -> dict[str, A
             {
                 **cell_data(row),
                 "marker": marks[row.series],
+                "is_best": best[index],
                 "options": varied[index],
                 "against": test_data(tests.iloc[index]),
                 "same": number(row.loyalty),
@@ -95,7 +98,7 @@ def page_group(group: Group, entries: list[list[dict[str, Any]]]) -> dict[str, A
         "title": group.title,
         "made": made(group.cells),
         "metric": frame["metric"].iloc[0] or "score",
-        "scale": score_scale(frame),
+        "scale": scale,
         "draws": explanation(frame),
         "warning": "; ".join(filter(None, [warning(frame), *gate_lines(frame)])),
         "cells": cells,

@@ -19,6 +19,9 @@ from tests.support.evaluation import FOUR, error_line
 
 pytestmark = pytest.mark.usefixtures("clean_process", "plots_not_drawn")
 
+CACHE = str(datasets.config.HF_DATASETS_CACHE)
+HOME = str(Path(CACHE).parent)
+
 
 @pytest.fixture
 def data_root(tmp_path):
@@ -55,6 +58,8 @@ def test_official_task_runs_from_a_local_data_folder(data_root):
     [
         (OSError(errno.ENOSPC, "No space left on device"), "datasets: No space left on device; HF_HOME="),
         (OSError(errno.EROFS, "Read-only file system", "/cache"), "/cache: Read-only file system; HF_HOME="),
+        (OSError(errno.ENOENT, "No such file or directory", HOME), f"{HOME}: No such file or directory; HF_HOME="),
+        (OSError(errno.ENOTDIR, "Not a directory", CACHE), f"{CACHE}: Not a directory; HF_HOME="),
     ],
 )
 def test_a_cache_that_cannot_be_written_is_not_taken_for_damaged_data(error, said, monkeypatch, capsys):

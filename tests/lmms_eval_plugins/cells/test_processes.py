@@ -13,6 +13,7 @@ import torch
 from kvcompress import command_line
 from kvcompress.command_line import exit_code
 from kvcompress.errors import KVCompressError, MissingFile
+from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import processes
 from lmms_eval_plugins.cells.errors import DamagedFile, EvaluationFailed, UsageError
 
@@ -154,19 +155,47 @@ def test_a_signal_ends_all_ranks_with_one_line(started, capfd, monkeypatch, numb
     assert all(process.returncode is not None for process in started)
 
 
+CHILD = """
+import os, sys, time
+from lmms_eval_plugins.cells import processes
+while sys.argv[1:] == ["late"] and str(os.getppid()) == os.environ[processes.STARTED_BY]:
+    time.sleep(0.01)
+print("ready", flush=True)
+processes.end_with_parent()
+time.sleep(60)
+"""
+PARENT = f"""
+import sys
+from lmms_eval_plugins.cells import processes
+processes.COMMAND = [sys.executable, "-c", {CHILD!r}]
+with processes.evaluation(sys.argv[1:]) as process:
+    print("started", flush=True)
+    process.wait()
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="others have no such call")
-def test_a_rank_ends_with_a_launcher_that_is_killed():
-    rank = (
-        "import time; from lmms_eval_plugins.cells.processes import end_with_parent\n"
-        "end_with_parent(); print('ready', flush=True); time.sleep(60)"
-    )
-    launcher = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {rank!r}], start_new_session=True)"
-    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "ready\n"
+@pytest.mark.parametrize("when", ["", "late"])
+def test_an_evaluation_ends_with_a_process_that_is_killed_even_before_it_can_ask_for_that(when):
+    command = [sys.executable, "-c", PARENT, *filter(None, [when])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "started\n"
+        assert when or process.stdout.readline() == "ready\n"
         start = time.monotonic()
         process.kill()
-        assert process.stdout.read() == ""  # its end comes when the rank, which also has the pipe, is gone
+        process.stdout.read()  # its end comes when the child, which also has the pipe, is gone
     assert time.monotonic() - start < 30
+
+
+def test_an_evaluation_asks_to_end_with_the_process_that_started_it(monkeypatch):
+    asked = []
+    monkeypatch.setattr(evaluate, "end_with_parent", lambda: asked.append(True))
+    for variable, times in ((None, 0), (processes.STARTED_BY, 1), ("LOCAL_RANK", 2)):
+        if variable is not None:
+            monkeypatch.setenv(variable, "0")
+        with pytest.raises(UsageError, match="MODEL is missing"):
+            evaluate.evaluate(["tiny_textvqa"])
+        assert len(asked) == times
 
 
 def test_a_process_that_does_not_end_is_killed_with_its_own(monkeypatch):

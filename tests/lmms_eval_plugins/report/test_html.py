@@ -292,13 +292,15 @@ def test_all_of_the_page_is_there_when_it_is_loaded(browser, report):
     page.close()
 
 
-def test_of_the_scores_by_size_hindsights_is_never_the_best(browser, tmp_path):
-    for ratio in (0.5, 0.2):
-        for method, answers in (("hindsight", "abcd"), ("snapkv", "abcx"), ("knorm", "abxx")):
-            folder = write_answers(tmp_path / "results", "t", method, ratio, answers)
+def test_of_the_scores_by_size_those_that_compare_are_the_best_also_of_budgets(browser, tmp_path):
+    cells = (("hindsight", "abcd"), ("snapkv", "abcx"), ("h2o", "xbcd"), ("knorm", "abxx"), ("tova", "ab"))
+    for ratio, budget in ((0.5, None), (0.2, None), (None, 64)):
+        for method, answers in cells:
+            truth = "abcd"[: len(answers)]
+            folder = write_answers(tmp_path / "results", "t", method, ratio, answers, truth=truth, budget=budget)
     assert main(["report", str(folder), "--out", str(tmp_path)]) == 0
     page, _, _ = opened(browser, tmp_path / "report.html")
-    assert page.locator("#matrix b").all_inner_texts() == ["75.0"] * 2
+    assert page.locator("#matrix b").all_inner_texts() == ["75.0"] * 6
     page.close()
 
 

@@ -11,7 +11,7 @@ from tests.support.result_cells import write_answers
 
 @pytest.fixture
 def results(tmp_path):
-    """Of four questions; fastv keeps far more than is asked."""
+    """Of four questions; fastv keeps far more than is asked, and tova answered two of them."""
     for method, ratio, answers, realised in (
         ("full", 1.0, "abcd", None),
         ("hindsight", 0.5, "abcd", None),
@@ -23,6 +23,7 @@ def results(tmp_path):
     ):
         write_answers(tmp_path, "signs_val", method, ratio, answers, realised=realised)
     write_answers(tmp_path, "signs_val", "knorm", None, "axxx", budget=64)
+    write_answers(tmp_path, "signs_val", "tova", 0.5, "ab", truth="ab")
     return tmp_path
 
 
@@ -48,6 +49,7 @@ def test_a_score_is_where_its_method_and_its_ratio_meet_and_the_best_is_bold(res
         "knorm": [r"\textbf{75.0 $\pm$ 10.0}", "", r"\textbf{25.0 $\pm$ 10.0}"],
         "random": [r"25.0 $\pm$ 10.0", "", ""],
         "snapkv": [r"\textbf{75.0 $\pm$ 10.0}", r"\textbf{50.0 $\pm$ 10.0}", ""],
+        "tova": [r"100.0 $\pm$ 10.0", "", ""],  # of fewer questions
     }
 
 

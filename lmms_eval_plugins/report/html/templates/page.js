@@ -33,18 +33,15 @@ function drawTable() {
 }
 
 // A row for each method, a column for each requested size: the score, and the measured share where it is not close. The
-// best is bold; `hindsight`, which knows the answer, does not compete.
+// best is bold.
 function drawMatrix(sizes) {
   const at = (series, size) => group.cells.find((cell) => cell.series === series && (cell.size === size || cell.method === "full"));
-  const competes = (cell) => cell.method !== "full" && cell.method !== "hindsight" && !cell.kept.includes("(");
-  const best = new Map(sizes.map((size) => [size, Math.max(...group.cells.filter((cell) => cell.size === size && competes(cell)).map((cell) => cell.score ?? -Infinity))]));
   $("matrix").tHead.replaceChildren(make("tr", {}, make("th", { textContent: "method", scope: "col" }), ...sizes.map((size) => make("th", { textContent: sizeName(size) + " asked", scope: "col" }))));
   $("matrix").tBodies[0].replaceChildren(...group.series.map((series) => make("tr", {}, make("td", {}, named(series)), ...sizes.map((size) => {
     const cell = at(series, size);
     if (!cell) return make("td", { textContent: "-" });
-    const isBest = competes(cell) && cell.score !== null && cell.score === best.get(size);
     const bracket = cell.kept.includes("(") ? ` keeps ${cell.kept.split(" ")[0]}` : "";
-    return make("td", {}, make(isBest ? "b" : "span", { textContent: scoreText(cell) }), make("small", { textContent: bracket }));
+    return make("td", {}, make(cell.is_best ? "b" : "span", { textContent: scoreText(cell) }), make("small", { textContent: bracket }));
   }))));
   $("matrix-section").hidden = sizes.length < 2;
 }
