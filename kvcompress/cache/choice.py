@@ -11,7 +11,7 @@ from ..errors import KVCompressError
 from ..policy.policy import Policy
 from ..scoring.budget import allocate
 from ..scoring.layer_view import Kept, LayerView, Settings, StoredEntries
-from ..scoring.returned import check_kept, checked_rows
+from ..scoring.returned import check_kept, check_measured, checked_rows, unchanged
 from ..scoring.rotary import Rotary
 from ..scoring.rows import scores_of
 from ..scoring.selection import ADAPTIVE
@@ -162,8 +162,12 @@ class Choice:
         )
         measured = None
         if rule.is_measured:
-            measured = rule.measure(candidates.queries, candidates.keys, candidates.values, scores, view)
-            measured = checked_rows(measured, f"{type(rule).__name__}.measure", len(scores))
+            states, place = (candidates.queries, candidates.keys, candidates.values), f"{type(rule).__name__}.measure"
+            with unchanged(place, *states, scores):
+                measured = rule.measure(*states, scores, view)
+            measured = checked_rows(measured, place, len(scores))
+            if rule.measures_shares:
+                check_measured(measured, place, states)
         return scores, measured
 
     def keep_scored(self, candidates: Candidates, scores: torch.Tensor, budgets: list[int]) -> Kept:

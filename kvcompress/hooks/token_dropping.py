@@ -9,8 +9,10 @@ Rows differ in length: a row's remaining columns are aligned to the right, and t
 columns that it dropped, masked like pads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from ..cache.cache import CompressedCache
 from ..cache.scope import States
 from ..device import on_device, own_dtypes
 from ..errors import KVCompressError
+from ..scoring.returned import unchanged
 from ..scoring.windows import pad_columns
 from ..tokens.base import Attention, Tokens
 from .attention import base_mask_format
@@ -82,9 +85,9 @@ class Pruning:
         self.base, self.cache, self.method = base, cache, cache.policy.tokens
         self.whole = whole = cache.announced
         counts, num_layers = whole.vision_lengths, len(cache.layers)
-        kept = [cache.policy.budget(n) if n else 0 for n in counts]
+        places, kept = self._places(num_layers), [cache.policy.budget(n) if n else 0 for n in counts]
         budgets = [self.method.budgets(k, n, num_layers) for k, n in zip(kept, counts, strict=True)]
-        self.stages = dict(zip(self._places(num_layers), map(list, zip(*budgets, strict=True)), strict=True))
+        self.stages = dict(zip(places, map(list, zip(*budgets, strict=True)), strict=True))
         self.counts, self.left = counts, [[count] for count in counts]
         device = whole.vision.device
         self.source = torch.arange(whole.columns, device=device).expand(len(counts), -1)
@@ -97,10 +100,11 @@ class Pruning:
 
     def _places(self, num_layers: int) -> list[int]:
         """Return the method's `layers`. Raises KVCompressError for those that the model, or what it sees, lacks."""
-        places, first = list(self.method.layers(num_layers)), int(self.method.sees == "attention")
+        found, first = self.method.layers(num_layers), int(self.method.sees == "attention")
+        places = [*found] if isinstance(found, Iterable) and all(isinstance(each, Integral) for each in found) else []
         if not places or places != sorted(set(places)) or places[0] < first or places[-1] >= num_layers:
             raise KVCompressError(
-                f"{type(self.method).__name__}.layers returned {places}: with sees={self.method.sees!r} they ascend, "
+                f"{type(self.method).__name__}.layers returned {found}: with sees={self.method.sees!r} they ascend, "
                 f"from {first} to {num_layers - 1}"
             )
         return places
@@ -117,7 +121,7 @@ class Pruning:
             handles.append(layers[index].register_forward_pre_hook(self._entering(index), with_kwargs=True))
             handles.append(layers[index].register_forward_hook(self._leave))
         for index in self.stages:
-            if index:
+            if index and self.method.sees != "embeddings":
                 handles.append(self.cache.layers[index - 1].listen(self._listen))
         return handles
 
@@ -126,16 +130,23 @@ class Pruning:
         prompt = {"num_layers": len(self.cache.layers), "row_seeds": self.whole.row_seeds}
         return Tokens(self.vision, self.padding, **so_far, **prompt, **self.sight, **known)
 
+    def _asked(self, function: Callable[[Tokens], Any], tokens: Tokens) -> Any:
+        """Return what a function of the method returns. Raises KVCompressError if it changes the tokens' states."""
+        seen = tokens.attention
+        states = (tokens.hidden, tokens.vision, *((seen.queries, seen.keys) if seen else ()))
+        with unchanged(f"method {self.cache.policy.method!r}", *states):
+            return function(tokens)
+
     def _prepare(self, layer: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         self.sight = self.look()
         with own_dtypes(hidden.device):
-            self.prepared = self.method.prepare(self._tokens(hidden=hidden, budgets=self.counts))
+            self.prepared = self._asked(self.method.prepare, self._tokens(hidden=hidden, budgets=self.counts))
 
     def _listen(self, states: States, compress: Callable[[], None]) -> None:
         """Score the tokens while the layer before a choice attends."""
         attention = Attention(states.queries, states.keys, states.scaling)
-        self.scores = self.method.score(self._tokens(attention=attention, budgets=self.counts))
+        self.scores = self._asked(self.method.score, self._tokens(attention=attention, budgets=self.counts))
         compress()
 
     def _entering(self, index: int):
@@ -170,8 +181,8 @@ class Pruning:
         """Drop tokens before layer `index`; return the hidden states of all columns."""
         tokens = self._tokens(hidden=self._left(hidden), budgets=self.stages[index])
         with own_dtypes(hidden.device):
-            scores, self.scores = self.method.score(tokens) if index == 0 else self.scores, None
-            chosen, merged = self.method.checked_choice(scores, tokens)
+            scores, self.scores = self._asked(self.method.score, tokens) if self.scores is None else self.scores, None
+            chosen, merged = self._asked(partial(self.method.checked_choice, scores), tokens)
         if merged is not tokens.hidden:
             hidden = hidden.clone()
             hidden[self.rows, self.source] = merged

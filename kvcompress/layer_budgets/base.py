@@ -29,6 +29,12 @@ class LayerBudget:
         return self.is_measured and self.measures_queries
 
     @property
+    def measures_shares(self) -> bool:
+        """Whether what is measured are the shares as they are, so that all of it must be finite."""
+        own = type(self)
+        return (own.weights, own.of_row) == (LayerBudget.weights, LayerBudget.of_row)
+
+    @property
     def is_measured(self) -> bool:
         return type(self).measure is not LayerBudget.measure
 
@@ -72,8 +78,8 @@ class LayerBudget:
         return allocate(self.checked_weights(measured, budget, length), budget * view.num_layers, most=length)
 
     def checked_weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:
-        """Return `weights`. Raises KVCompressError if they are not a number per layer, each finite if all that was
-        measured is."""
+        """Return `weights`, zero for those that are not finite. Raises KVCompressError if they are not a number per
+        layer, each finite if all that was measured is."""
         found = self.weights(measured, budget, length)
         try:
             weights = [float(each) for each in found]
@@ -85,7 +91,7 @@ class LayerBudget:
                 f"{type(self).__name__}.weights returned {shown(found)}: it must be {len(measured)} finite numbers, "
                 "one per layer"
             )
-        return weights
+        return [weight if math.isfinite(weight) else 0.0 for weight in weights]
 
     def _fixed(self, budget: int, length: int, view: LayerView) -> list[int]:
         layers, total = view.num_layers, budget * view.num_layers
@@ -109,6 +115,8 @@ Rule = TypeVar("Rule", bound=type[LayerBudget])
 
 def register_layer_budget(name: str) -> Callable[[Rule], Rule]:
     """Class decorator that registers a rule as `layer_budget=name`. The name must not be taken."""
+    if not isinstance(name, str):
+        raise KVCompressError('register_layer_budget takes the name of the rule: @register_layer_budget("first-half")')
 
     def register(cls: Rule) -> Rule:
         known = type(_RULES[name]) if name in _RULES else None

@@ -1,6 +1,7 @@
 """Make a policy of what a user asks for: check and combine the method's options and the engine's."""
 
 from dataclasses import replace
+from typing import get_args
 
 from ..clusters.base import KVCluster, make_cluster
 from ..clusters.calibrated import check_calibration
@@ -11,7 +12,7 @@ from ..methods import MethodInfo, list_methods, make_method, method_info, method
 from ..scoring.budget import Budget
 from ..scoring.merging import MERGES
 from ..scoring.selection import ADAPTIVE
-from ..tokens.base import TokenMethod
+from ..tokens.base import Sees, TokenMethod
 from .conflicts import (
     BIASES,
     CALIBRATION,
@@ -71,6 +72,8 @@ def make_policy(
     tokens = None
     if issubclass(info.cls, TokenMethod):
         tokens, cluster = make_method(info.name, **own), make_cluster("full")
+        if tokens.sees not in get_args(Sees):
+            raise unknown_name(f"method {info.name!r}: there is no sees", tokens.sees, get_args(Sees))
         of_engine = {"ratio_of": "vision", **of_engine}
     else:
         cluster = make_cluster(scored_by.name, **own)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from ..errors import KVCompressError
 from .layer_view import Kept, LayerView, uniform_noise
-from .returned import check_kept
+from .returned import check_kept, unchanged
 from .windows import pad_columns
 
 BLOCK = 256  # evicted entries compared with all kept ones at once
@@ -32,13 +32,22 @@ def merge_evicted(
     entry is merged only into its own kind, vision or text, and dropped if none is kept. Raises KVCompressError if the
     function returns no `Kept` of these keys.
     """
-    merged = MERGES[merge](kept, keys, values, scores, view)
-    check_kept(merged, f"merge {merge!r}", keys, view)
+    place = f"merge {merge!r}"
+    with unchanged(place, keys, values, scores):
+        merged = MERGES[merge](kept, keys, values, scores, view)
+    check_kept(merged, place, keys, view)
+    if merged.indices.shape != kept.indices.shape:
+        raise KVCompressError(
+            f"{place} returned {merged.indices.shape[2]} entries per head of {kept.indices.shape[2]}: it merges into "
+            "those that are kept, and drops none"
+        )
     return merged
 
 
 def register_merge(name: str) -> Callable[[Merge], Merge]:
     """Decorator that registers a function as `merge=name`. The name must not be taken."""
+    if not isinstance(name, str):
+        raise KVCompressError('register_merge takes the name of the merge: @register_merge("faint")')
 
     def register(merge: Merge) -> Merge:
         known = MERGES.get(name)

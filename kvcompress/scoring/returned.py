@@ -3,12 +3,24 @@
 Of the cache's methods, values are looked at on a CPU alone: elsewhere the host would wait for the device in every
 layer."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from ..errors import KVCompressError
 from .layer_view import Kept, LayerView
+
+
+@contextmanager
+def unchanged(place: str, *given: torch.Tensor | None) -> Iterator[None]:
+    """Context manager that raises KVCompressError if a tensor that `place` is given is changed in place inside: it is
+    stored, and other methods may share the prefill."""
+    watched = [each for each in given if each is not None and not each.is_inference()]
+    before = [each._version for each in watched]
+    yield
+    if before != [each._version for each in watched]:
+        raise KVCompressError(f"{place} changes what it is given in place: use copies")
 
 
 def checked_scores(scores: object, place: str, keys: torch.Tensor) -> torch.Tensor:
@@ -111,6 +123,25 @@ def check_kept(kept: object, place: str, keys: torch.Tensor, view: LayerView) ->
             f"{place} returned keys for (batch, kv_heads, kept) {of_keys}, values for {of_values}, indices for "
             f"{of_indices}"
         )
+    if kept.keys.shape[3:] != keys.shape[3:] or {kept.keys.dtype, kept.values.dtype} != {keys.dtype}:
+        raise KVCompressError(
+            f"{place} returned keys of {kept.keys.shape[3]} channels in {kept.keys.dtype}, values in "
+            f"{kept.values.dtype}: they must have the keys' {keys.shape[3]} and {keys.dtype}"
+        )
+
+
+def check_measured(measured: torch.Tensor, place: str, states: Iterable[torch.Tensor | None]) -> None:
+    """Raise KVCompressError, on a CPU, for NaN or infinities (batch, ...) that `place` measured of a row whose states
+    are finite."""
+    if measured.device.type != "cpu" or bool(
+        (is_finite := measured.isfinite().reshape(len(measured), -1).all(1)).all()
+    ):
+        return
+    for each in states:
+        if each is not None:
+            is_finite = is_finite | ~each.flatten(1).isfinite().all(1)
+    if not bool(is_finite.all()):
+        raise KVCompressError(f"{place} returned NaN or an infinity; scores are +inf where entries must stay")
 
 
 def checked_rows(found: object, place: str, rows: int) -> torch.Tensor:

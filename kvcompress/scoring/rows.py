@@ -8,7 +8,7 @@ import torch
 from ..device import on_device
 from ..errors import KVCompressError
 from .layer_view import LayerView
-from .returned import check_ranked, checked_scores
+from .returned import check_ranked, checked_scores, unchanged
 
 Score = TypeVar("Score", bound=Callable[..., torch.Tensor])
 
@@ -75,16 +75,10 @@ def _asked(
     values: torch.Tensor,
     view: LayerView,
 ) -> torch.Tensor:
-    """Return what `score` returns for these states, in fp32.
-
-    Raises KVCompressError if it changes the states: they are stored, and other methods may share the prefill."""
-    given = [each for each in (queries, keys, values) if each is not None and not each.is_inference()]
-    before = [each._version for each in given]
-    scores = score(queries, keys, values, view)
-    cluster = view.settings.cluster
-    if before != [each._version for each in given]:
-        raise KVCompressError(f"{type(cluster).__name__}.score changes queries, keys or values in place: use copies")
-    place = f"{type(cluster).__name__}.score"
+    """Return what `score` returns for these states, in fp32. Raises KVCompressError if it changes the states."""
+    place = f"{type(view.settings.cluster).__name__}.score"
+    with unchanged(place, queries, keys, values):
+        scores = score(queries, keys, values, view)
     scores = checked_scores(scores, place, keys)
     check_ranked(scores, place, (queries, keys, values), view)
     return scores

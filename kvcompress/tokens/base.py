@@ -64,7 +64,8 @@ class Tokens:
         padding: LongTensor (batch, 1), the number of leading pads; None if there are none.
         budgets: vision tokens to keep, one number per row.
         hidden: hidden states (batch, tokens, hidden_size) that enter the decoder layer before which tokens are dropped;
-            None while the previous layer attends.
+            None while the previous layer attends, which is when `score` is called if the method sees more than
+            embeddings.
         attention: for `sees="attention"`, the queries and keys of the previous decoder layer.
         tower: for `sees="tower"` and `"video"`, the states of the vision tower.
         frames: for `sees="frames"` and `"video"`, [row][video]: the columns of the frames' tokens (frames, tokens).
@@ -97,6 +98,8 @@ class Tokens:
         """For `sees="attention"`: return the attention of the prompt's last token in the previous layer, averaged over
         its heads: (batch, tokens) in fp32."""
         seen = self.attention
+        if seen is None:
+            raise KVCompressError('last_attention() needs sees = "attention", the default')
         weights = window_attention(seen.queries, seen.keys, 1, seen.scaling, self.padding)
         return weights[..., 0, :].mean((1, 2))
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -113,6 +114,126 @@ def test_a_token_method_that_names_a_layer_that_is_not_there_is_one_line(write, 
         model.generate(**inputs, max_new_tokens=2)
 
 
+@pytest.mark.parametrize("layers", [[0], 0, None, [1.0], torch.tensor([1])])
+def test_layers_of_another_kind_are_one_line(write, layers):
+    write(mine=TOKENS.replace('sees = "embeddings"', 'sees = "attention"'))
+    family = FAMILIES["qwen2-vl"]
+    model = family.build()
+    inputs = family.inputs(model, [40], images=[1])
+    with patch.object(kvcompress.list_methods()["large-embeddings"].cls, "layers", lambda self, num_layers: layers):
+        said = rf"LargeEmbeddings.layers returned {re.escape(str(layers))}: with sees='attention' they ascend, from 1"
+        with pytest.raises(KVCompressError, match=said), kvcompress.compress(model, "large-embeddings", 0.5):
+            model.generate(**inputs, max_new_tokens=2)
+
+
+def test_a_token_method_that_sees_embeddings_scores_the_hidden_states_of_any_layer(write):
+    write(mine=TOKENS.replace("return [0]", "return [2]"))
+    family = FAMILIES["qwen2-vl"]
+    model = family.build(3)
+    inputs = family.inputs(model, [40], images=[1])
+    with torch.no_grad():
+        states = model(**inputs, output_hidden_states=True).hidden_states[2][0].norm(dim=-1)
+    with kvcompress.compress(model, "large-embeddings", 0.5) as session:
+        model.generate(**inputs, max_new_tokens=1)
+    is_vision = inputs["input_ids"][0] == model.config.image_token_id
+    kept = session.cache.kept_indices(2)[0][0]
+    kept = kept[is_vision[kept]]
+    best = states.masked_fill(~is_vision, -1).topk(round(int(is_vision.sum()) / 2)).indices
+    assert kept.tolist() == sorted(best.tolist())
+    assert len(session.cache.kept_indices(1)[0][0]) == 40
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({'"embeddings"': '"embedding"'}, r"there is no sees 'embedding' .did you mean 'embeddings'"),
+        ({"tokens.hidden.float().norm(dim=-1)": "tokens.last_attention()"}, r"last_attention\(\) needs sees = \"atten"),
+        (
+            {"tokens.hidden.float()": "tokens.hidden.mul_(2)"},
+            "method 'large-embeddings' changes what it is given in pl",
+        ),
+        ({"tokens.hidden.float()": "tokens.vision.logical_not_()[..., None].float()"}, "changes what it is given"),
+        (
+            {
+                '"embeddings"': '"attention"',
+                "[0]": "[1]",
+                "tokens.hidden.float().norm": "tokens.attention.keys.mul_(2).sum",
+            },
+            "changes what it is given",
+        ),
+    ],
+)
+def test_a_token_method_that_is_wrong_is_one_line(write, changed, said):
+    text = TOKENS
+    for old, new in changed.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    write(mine=text)
+    family = FAMILIES["qwen2-vl"]
+    model = family.build()
+    inputs = family.inputs(model, [40], images=[1])
+    with pytest.raises(KVCompressError, match=said), kvcompress.compress(model, "large-embeddings", 0.5):
+        model.generate(**inputs, max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("keys.mul_(2) and kept", "merge 'faint' changes what it is given in place: use copies"),
+        ("replace(kept, keys=kept.keys.double())", r"merge 'faint' returned keys of 16 channels in torch.float64"),
+        ("replace(kept, values=kept.values.half())", r"merge 'faint' returned .* values in torch.float16"),
+        ("replace(kept, keys=kept.keys[..., 1:])", r"merge 'faint' returned keys of 15 channels .* the keys' 16"),
+        (
+            "replace(kept, **{name: getattr(kept, name)[:, :, 1:] for name in ('keys', 'values', 'indices')})",
+            r"merge 'faint' returned 19 entries per head of 20: .* drops none",
+        ),
+    ],
+)
+def test_a_merge_that_is_wrong_is_one_line(write, returned, said):
+    begin = MERGE.index("    def share")
+    write(
+        mine=f"from dataclasses import replace\n{MERGE[:begin]}    return {returned.replace(' and ', '.sum() and ')}\n"
+    )
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [40])
+    with pytest.raises(KVCompressError, match=said), kvcompress.compress(model, "knorm", 0.5, merge="faint"):
+        model.generate(**inputs, max_new_tokens=1)
+
+
+MEASURED = """
+from kvcompress.layer_budgets import LayerBudget, register_layer_budget
+
+@register_layer_budget("mine")
+class Mine(LayerBudget):
+    def measure(self, queries, keys, values, scores, view):
+        return {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("scores.mean((1, 2))", r"Mine.measure returned NaN or an infinity; scores are \+inf where entries must stay"),
+        ("keys.mean((1, 2, 3)) / 0", "Mine.measure returned NaN or an infinity"),
+        ("scores.mul_(0).mean((1, 2))", "Mine.measure changes what it is given in place"),
+    ],
+)
+def test_a_rule_that_measures_no_numbers_is_one_line(write, returned, said):
+    """Of which nothing could be divided, or layers would get equal shares without a word."""
+    write(mine=MEASURED.format(returned))
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [40, 21])
+    with pytest.raises(KVCompressError, match=said), kvcompress.compress(model, "snapkv", 0.5, layer_budget="mine"):
+        model.generate(**inputs, max_new_tokens=1)
+
+
+@pytest.mark.parametrize("text", [RULE, MERGE, DEFINITION], ids=["layer budget", "merge", "method"])
+def test_a_decorator_without_the_name_is_one_line(write, text):
+    write(mine=re.sub(r"(@\S*register_\w+)\(.*\)", r"\1", text))
+    with pytest.raises(KVCompressError, match=r"mine.py: register_\w+ takes the name of the \w+: @register_"):
+        kvcompress.list_methods()
+
+
 @pytest.mark.parametrize("text", [RULE, MERGE], ids=["a layer budget", "a merge"])
 def test_a_file_without_a_method_cannot_be_checked(write, tmp_path, text):
     write(mine=text)
@@ -137,7 +258,6 @@ def test_the_variable_is_not_named_where_it_names_another_file():
             for name in ("", "value/norm", "value,norm", "value:norm", "value=norm", "-norm", "norm ", "..")
         ),
         (DEFINITION.replace("value-norm", "All_KV"), "cannot be method 'All_KV': evaluations mean something else by"),
-        (DEFINITION.replace('("value-norm")', ""), r"register_method takes the name of the method: @register_method\("),
         (TOKENS.replace("def score", "def scores"), "LargeEmbeddings does not define score"),
         (SUBCLASS.replace("@dataclass(frozen=True)\n", ""), "Mine has the option 'half', but is no dataclass itself"),
         (

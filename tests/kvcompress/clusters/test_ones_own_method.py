@@ -181,7 +181,7 @@ def test_a_score_that_changes_what_it_is_given_is_one_line(changed, padding):
 
     states = [torch.randn(2, 2, 9, 4) for _ in range(3)]
     view = view_of_two(padding, settings=Settings(cluster=Centring()))
-    with pytest.raises(KVCompressError, match=r"^Centring.score changes queries, keys or values in place: use copies$"):
+    with pytest.raises(KVCompressError, match=r"^Centring.score changes what it is given in place: use copies$"):
         scores_of(Centring().score, *states, view)
 
 
