@@ -365,6 +365,7 @@ def test_where_memory_does_not_suffice_the_slots_are_halved_and_no_token_changes
         found = {answer.index: answer.tokens.tolist() for answer in run}
     assert memory.calls > max(at)
     assert run.halved == len(at)
+    assert run.tokens == sum(map(len, expected))  # those of a lost slot do not count twice
     assert found == dict(enumerate(expected))
     memory.at = (memory.calls + 1,)
     with pytest.raises(torch.OutOfMemoryError):
