@@ -77,7 +77,7 @@ class InFlight:
         self._writer, self._options = writer, options
         self._limits, self._most = limits, limits.slots
         self._is_fixed, self._after_prompt = is_fixed, after_prompt
-        self.steps = self.halved = self._answered_tokens = self._peak_kv_bytes = 0
+        self.steps = self.halved = self._answered_tokens = self._peak_kv_bytes = self._last_slots = 0
         self._new = enumerate(requests)
         self._again: deque[tuple[int, Request]] = deque()  # requests that lost their slot
         self._running: dict[int, UnderWay] = {}  # by slot
@@ -109,7 +109,7 @@ class InFlight:
 
     @property
     def slots(self) -> int:
-        return 0 if self._cache is None else self._cache.slots
+        return self._last_slots if self._cache is None else self._cache.slots
 
     @property
     def tokens(self) -> int:
@@ -147,7 +147,8 @@ class InFlight:
                 yield None
             elif self._next is not None:
                 yield self._too_large()
-            elif not is_reading:
+            elif not is_reading:  # all is answered: the slots' memory is free, even if this object stays
+                self._peak_kv_bytes, self._last_slots, self._cache = self.peak_kv_bytes, self.slots, None
                 return
 
     def _next_request(self) -> UnderWay | None:

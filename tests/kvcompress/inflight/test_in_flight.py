@@ -314,6 +314,7 @@ def test_memory_is_bounded_by_slots_times_budget_and_room():
     entries = (16 + 4 + 1) * entry + 8 * 4 * 16 * 4 + (16 + 4) * 2 * 4  # with the latest queries and the columns
     one_prompt = (16 + 4) * entry + 8 * 4 * 16 * 4 + 60 * 16
     assert run.peak_kv_bytes <= config.num_hidden_layers * (3 * entries + one_prompt + 200)
+    assert (run.slots, run.kv_bytes, run._cache) == (3, 0, None)  # nothing is held once all is answered
 
 
 @pytest.mark.parametrize("method", ["snapkv", "adakv"])
