@@ -141,7 +141,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--layers", type=whole(1), default=4)
     parser.add_argument("--slots", type=whole(1), nargs="+", default=[16, 46])
     parser.add_argument("--prompt", type=whole(1), default=512, help="tokens of each (512)")
-    parser.add_argument("--answers", type=whole(1), nargs=2, default=[32, 128], help="tokens, least and most")
+    parser.add_argument("--answers", type=whole(2), nargs=2, default=[32, 128], help="tokens, least and most")
     parser.add_argument("--pieces", type=whole(1), nargs="*", default=[128], help="prefill_tokens=")
     parser.add_argument("--batch-tokens", type=whole(1), nargs="*", default=[1024, 192], help="of continuous batching")
     parser.add_argument("--entries", type=whole(1), default=128, help="that methods other than full keep (128)")

@@ -307,7 +307,7 @@ class SlidingSlotLayer(DecodingLayer):
 
     def resize(self, slots: int, rows: int, moves: dict[int, int]) -> None:
         if not moves:
-            self.counts = None
+            self.keys = self.values = self.counts = None
             return
         for name in ("keys", "values", "counts"):
             before = getattr(self, name)

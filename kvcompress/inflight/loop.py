@@ -61,7 +61,6 @@ class InFlight:
     Attributes:
         slots: the most sequences that decode together; 0 before this is known.
         steps: decode steps so far.
-        tokens: tokens of all answers so far, unfinished ones included.
         halved: how often the slots were halved because memory ran out.
     """
 
@@ -78,7 +77,7 @@ class InFlight:
         self._writer, self._options = writer, options
         self._limits, self._most = limits, limits.slots
         self._is_fixed, self._after_prompt = is_fixed, after_prompt
-        self.steps = self.tokens = self.halved = self._peak_kv_bytes = 0
+        self.steps = self.halved = self._answered_tokens = self._peak_kv_bytes = self._last_slots = 0
         self._new = enumerate(requests)
         self._again: deque[tuple[int, Request]] = deque()  # requests that lost their slot
         self._running: dict[int, UnderWay] = {}  # by slot
@@ -110,7 +109,13 @@ class InFlight:
 
     @property
     def slots(self) -> int:
-        return 0 if self._cache is None else self._cache.slots
+        return self._last_slots if self._cache is None else self._cache.slots
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all answers so far, unfinished ones included; not those of requests that failed or begin again."""
+        unfinished = [*self._running.values(), *([] if self._next is None else [self._next])]
+        return self._answered_tokens + sum(len(each.choice.tokens) for each in unfinished)
 
     @property
     def kv_bytes(self) -> int:
@@ -142,7 +147,8 @@ class InFlight:
                 yield None
             elif self._next is not None:
                 yield self._too_large()
-            elif not is_reading:
+            elif not is_reading:  # all is answered: the slots' memory is free, even if this object stays
+                self._peak_kv_bytes, self._last_slots, self._cache = self.peak_kv_bytes, self.slots, None
                 return
 
     def _next_request(self) -> UnderWay | None:
@@ -164,11 +170,10 @@ class InFlight:
                 self._after_prompt(reading.index, reading.cache)
             reading.end_prompt()
             self._reading = None
-            self.tokens += 1
             if not reading.add(reading.choice.choose(logits)):
                 self._next = reading
                 return
-            answer = reading.answer()
+            answer = self._answer_of(reading)
         except torch.OutOfMemoryError as error:
             if self._limits.on_oom == "raise":
                 raise
@@ -249,7 +254,6 @@ class InFlight:
             yield from self._shrink()
             return
         self.steps += 1
-        self.tokens += len(self._running)
         done = []
         for slot, running in list(self._running.items()):
             running.position += 1
@@ -258,7 +262,7 @@ class InFlight:
                 token = chosen[slot] if choice.is_greedy else choice.choose(logits[slot])
                 if not running.add(token):
                     continue
-                done.append(running.answer())
+                done.append(self._answer_of(running))
             except Exception as error:
                 done.append(running.failed(error))
             self._free(slot)
@@ -283,6 +287,10 @@ class InFlight:
         chosen = logits.argmax(-1).tolist()
         self._cache.end_step()
         return chosen, logits
+
+    def _answer_of(self, complete: UnderWay) -> Answer:
+        self._answered_tokens += len(complete.choice.tokens)
+        return complete.answer()
 
     def _evict(self) -> Iterator[Answer]:
         while self._running:

@@ -314,6 +314,7 @@ def test_memory_is_bounded_by_slots_times_budget_and_room():
     entries = (16 + 4 + 1) * entry + 8 * 4 * 16 * 4 + (16 + 4) * 2 * 4  # with the latest queries and the columns
     one_prompt = (16 + 4) * entry + 8 * 4 * 16 * 4 + 60 * 16
     assert run.peak_kv_bytes <= config.num_hidden_layers * (3 * entries + one_prompt + 200)
+    assert (run.slots, run.kv_bytes, run._cache) == (3, 0, None)  # nothing is held once all is answered
 
 
 @pytest.mark.parametrize("method", ["snapkv", "adakv"])
@@ -365,6 +366,7 @@ def test_where_memory_does_not_suffice_the_slots_are_halved_and_no_token_changes
         found = {answer.index: answer.tokens.tolist() for answer in run}
     assert memory.calls > max(at)
     assert run.halved == len(at)
+    assert run.tokens == sum(map(len, expected))  # those of a lost slot do not count twice
     assert found == dict(enumerate(expected))
     memory.at = (memory.calls + 1,)
     with pytest.raises(torch.OutOfMemoryError):
