@@ -182,17 +182,13 @@ def test_a_family_that_bypasses_the_interface_is_an_error_before_anything_runs(c
 
 def test_an_encoder_decoder_model_is_an_error_before_anything_runs():
     config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    with pytest.raises(
-        kvcompress.KVCompressError, match="an encoder-decoder model, whose prompt is not in"
-    ):
+    with pytest.raises(kvcompress.KVCompressError, match="an encoder-decoder model, whose prompt is not in"):
         kvcompress.compress(T5ForConditionalGeneration(config), "snapkv", 0.5)
 
 
 def test_a_model_whose_layers_have_other_states_beside_full_attention_is_an_error_that_says_so():
     config = FalconH1Config(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
-    with pytest.raises(
-        kvcompress.KVCompressError, match=r"alone \(LinearAttentionAndFullAttentionLayer"
-    ):
+    with pytest.raises(kvcompress.KVCompressError, match=r"alone \(LinearAttentionAndFullAttentionLayer"):
         kvcompress.CompressedCache(config, "snapkv", 0.5)
 
 
