@@ -249,8 +249,11 @@ class ChatProcessor:
             raise self._wrong_template(f"{type(error).__name__}: {error}") from error
 
     def _wrong_template(self, reason: str) -> KVCompressError:
-        which = self.args.chat_template or f"of {self.args.pretrained}"
-        return KVCompressError(f"chat template {which}: {' '.join(reason.split())}")
+        return KVCompressError(f"{self._template}: {' '.join(reason.split())}")
+
+    @property
+    def _template(self) -> str:
+        return f"chat template {self.args.chat_template or f'of {self.args.pretrained}'}"
 
     def inputs(self, prompts: list[ChatPrompt]) -> BatchFeature:
         """Return the model inputs of a batch, left-padded, on the CPU. Raises DoNotBatch for images or clips that the
@@ -278,7 +281,11 @@ class ChatProcessor:
             shapes = [shapes_of(prompt) for prompt in prompts]
             if len(set(shapes)) > 1 and "pixel_values" in str(error):
                 raise DoNotBatch(shapes) from error
-            raise self._wrong_template(f"the processor refuses its prompt: {type(error).__name__}: {error}") from error
+            shown = "a question's images or videos, or " if {"images", "videos"} & arguments.keys() else ""
+            raise KVCompressError(
+                f"the processor refuses {shown}the prompt that {self._template} wrote: {type(error).__name__}: "
+                f"{' '.join(str(error).split())}"
+            ) from error
         self._check_shown(prompts, inputs["input_ids"])
         # Frame positions are multiples of this value, so it must not be rounded to the model's precision.
         exact = {name: value for name, value in inputs.items() if name == "second_per_grid_ts"}

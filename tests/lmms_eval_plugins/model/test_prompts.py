@@ -62,6 +62,12 @@ def test_images_for_a_text_only_model_are_an_error(checkpoint):
         lm.generate_until(requests(lm, [{"text": "?", "images": [image(0)]}]))
 
 
+def test_a_picture_that_the_processor_refuses_is_not_the_templates_fault(checkpoint):
+    lm = load_lm(checkpoint("qwen2-vl"))
+    with pytest.raises(KVCompressError, match=r"refuses a question's images.*ratio must be smaller than 200"):
+        lm.prepare(requests(lm, [{"text": "?", "images": [Image.new("RGB", (2010, 10))]}]))
+
+
 def test_system_prompt_is_the_first_message_in_place_of_the_tasks_own(checkpoint):
     lm = load_lm(checkpoint("qwen2-vl"), system_prompt="Be brief.")
     (request,) = requests(lm, [{"text": "hello"}])
