@@ -43,4 +43,4 @@ def main(arguments: list[str], kinds: dict[str, Callable[[], list[str]]] = KINDS
 
 def _first_sentence(cls: type) -> str:
     paragraph = " ".join((cls.__doc__ or "").strip().partition("\n\n")[0].split())
-    return re.split(r"(?<=[.:;])\s", paragraph)[0].rstrip(":;")
+    return re.split(r"(?<=[.])\s(?![^(]*\))", paragraph)[0]  # a full stop in parentheses ends no sentence

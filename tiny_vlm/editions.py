@@ -1,6 +1,6 @@
 """The two editions of the tiny model: its vocabulary, its prompt length, and its training stages.
 
-The first is the bundled checkpoint. The second begins with the first four stages of the first. It then learns to read
+The second is the bundled checkpoint. It begins with the first four stages of the first, and then learns to read
 video frames, and finally long answers, several pictures, videos and long texts together, from short to long.
 
 Five stages share the same short prompts; each adds help for what the earlier ones did not learn: `facts` adds probes of

@@ -31,10 +31,10 @@ def parser() -> argparse.ArgumentParser:
     add = this.add_argument
     add_flags(this, "model", "--shape", "--device", "--dtype", "--threads", "--clock", "--minutes", "--resume")
     add_flags(this, methods=["snapkv", "adakv"], lengths=[2048], new=32, repeats=5, out=Path("bench"))
-    add("--ratios", nargs="+", type=fraction, default=[0.1])
-    add("--batches", nargs="+", type=whole(1), default=[1])
+    add("--ratios", nargs="+", type=fraction, default=[0.1], help="shares of the prompt that are kept (0.1)")
+    add("--batches", nargs="+", type=whole(1), default=[1], help="prompts at a time (1)")
     add("--one-prompt", action="store_true", help="read one prompt, repeat its cache: large batches sooner")
-    add("--peers", nargs="*", type=label, default=["dynamic"], help="dynamic, static")
+    add("--peers", nargs="*", type=label, default=["dynamic"], help="of dynamic, static (dynamic)")
     add("--kvpress-python", type=label, metavar="PATH", help="Python of an environment with kvpress: a peer too")
     add("--compile", action="store_true", help="also compile the decode step of every static cache")
     add("--largest-batch", action="store_true", help="on CUDA: find, by trying, the largest that decodes")
@@ -56,15 +56,18 @@ def throughput_parser() -> argparse.ArgumentParser:
     add = this.add_argument
     add_flags(this, "model", "--shape", "--device", "--dtype", "--threads", "--clock", "--minutes", "--resume")
     add_flags(this, out=Path("throughput"))
-    add("--methods", nargs="*", type=label, metavar=SPEC, default=["full", "r-kv", "snapkv", "adakv", "streamingllm"])
-    add("--decode-budget", type=whole(1), default=128, help="entries per layer and KV head, where a method names none")
-    add("--peers", nargs="*", choices=["padded", "continuous"], default=["padded", "continuous"])
+    methods, peers = ["full", "r-kv", "snapkv", "adakv", "streamingllm"], ["padded", "continuous"]
+    add("--methods", nargs="*", type=label, metavar=SPEC, default=methods, help=f"in flight ({' '.join(methods)})")
+    budget = "entries per layer and KV head, where a method names none (128)"
+    add("--decode-budget", type=whole(1), default=128, help=budget)
+    add("--peers", nargs="*", choices=peers, default=peers, help=f"transformers' ways ({' '.join(peers)})")
     add("--paged", nargs="*", type=label, metavar=SPEC, default=[], help="methods in transformers' continuous batching")
-    add("--requests", type=whole(1), default=96)
-    add("--prompt", type=whole(1), default=512, help="tokens of each prompt")
-    add("--answers", nargs=2, type=whole(1), default=[64, 1024], metavar=("LEAST", "MOST"), help="tokens of an answer")
-    add("--seed", type=whole(), default=0)
-    add("--kv-gb", type=gigabytes, default=0.345, help="GiB for keys and values; auto: 0.8 of what CUDA has free")
+    add("--requests", type=whole(1), default=96, help="how many (96)")
+    add("--prompt", type=whole(1), default=512, help="tokens of each prompt (512)")
+    tokens = "tokens of an answer (64 1024)"
+    add("--answers", nargs=2, type=whole(1), default=[64, 1024], metavar=("LEAST", "MOST"), help=tokens)
+    add("--seed", type=whole(), default=0, help="of prompts and lengths (0)")
+    add("--kv-gb", type=gigabytes, default=0.345, help="GiB for keys and values; auto: 0.8 of free CUDA memory (0.345)")
     add("--static", action="store_true", help="requests in flight in steps of one shape, compiled on CUDA")
     return this
 
@@ -77,11 +80,11 @@ def launches_parser() -> argparse.ArgumentParser:
     )
     add = this.add_argument
     add_flags(this, "model", "--shape", methods=list(LAUNCHED), dtype="bfloat16", out=Path("launches"))
-    add("--ratio", type=fraction, default=0.2)
-    add("--length", type=whole(1), default=512, help="prompt tokens")
-    add("--batch", type=whole(1), default=1)
-    add("--new", type=whole(5), default=12, help="decode steps that are counted")
-    add("--lines", type=whole(), default=0, help="also print so many lines of code that cost most")
+    add("--ratio", type=fraction, default=0.2, help="share of the prompt that is kept (0.2)")
+    add("--length", type=whole(1), default=512, help="prompt tokens (512)")
+    add("--batch", type=whole(1), default=1, help="prompts at a time (1)")
+    add("--new", type=whole(5), default=12, help="decode steps that are counted (12)")
+    add("--lines", type=whole(), default=0, help="also print that many of the most expensive lines of code (0)")
     return this
 
 

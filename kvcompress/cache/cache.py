@@ -235,7 +235,7 @@ class CompressedCache(DynamicCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         raise KVCompressError(
-            "tokens cannot be removed from a compressed cache again, so assisted decoding (assistant_model, "
+            "tokens cannot be taken back out of a compressed cache, so assisted decoding (assistant_model, "
             "prompt_lookup_num_tokens) does not work with it"
         )
 

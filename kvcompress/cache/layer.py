@@ -52,8 +52,8 @@ class LayerKeys(torch.Tensor):
         """Note that their layer attends to them. Raises KVCompressError the second time."""
         if self.is_used:
             raise KVCompressError(
-                f"a {type(self.kv_layer.module).__name__} attends twice with the same keys, and compression knows what "
-                "to do for one attention of a layer"
+                f"a {type(self.kv_layer.module).__name__} attends twice with the same keys, but compression works for "
+                "one attention per layer"
             )
         self.is_used = True
 
@@ -63,7 +63,7 @@ class LayerKeys(torch.Tensor):
         if is_moved and args[1:] == (args[0].plain.device,):  # some models do this before a layer without keys
             return args[0]
         raise KVCompressError(
-            "a layer's compressed keys reached something else than kvcompress's attention: the model computes with "
+            "a layer's compressed keys reached something other than kvcompress's attention: the model computes with "
             "what it has cached (latent attention), or set_attn_implementation was called, or "
             "kvcompress.compress(...) left, in the middle of a forward pass"
         )

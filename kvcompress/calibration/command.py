@@ -36,7 +36,9 @@ def parser(further: Callable[[Any], None] | None = None) -> argparse.ArgumentPar
     )
     this.add_argument("--length", type=whole(1), default=2048, help="tokens of a piece of text (2048)")
     add_flags(this, "--device")
-    this.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+    this.add_argument(
+        "--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="of the model (auto)"
+    )
     return this
 
 

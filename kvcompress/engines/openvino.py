@@ -105,7 +105,7 @@ def export(policy: Policy, tokens: int | None, block: int = BLOCK) -> Settings:
     check_carried(policy, NAME, CARRIED)
     if tokens is None:
         raise KVCompressError(
-            f"{NAME} counts tokens: --tokens says of how long a prompt {policy.budget.ratio} is a part"
+            f"{NAME} counts tokens: give --tokens, the length of the prompts of which to keep a share"
         )
     return _eviction(policy, policy.budget(tokens), block)
 
@@ -151,7 +151,7 @@ def _pruning(policy: Policy) -> Settings:
     if not 1 <= percent <= 99:
         raise KVCompressError(f"{NAME} prunes 1 to 99 percent of the vision tokens: ratio={policy.budget.ratio}")
     if policy.tokens.relevance != "embeddings":  # its weight 0 kept other tokens than the most diverse ones
-        raise KVCompressError(f"{NAME} weighs diversity by relevance: relevance={policy.tokens.relevance!r}")
+        raise KVCompressError(f"{NAME} weighs diversity by relevance: give relevance='embeddings'")
     differences = [
         "relevance is to the mean embedding of all text, here to each token of the text after the last picture",
         "the tokens are split into two halves with a relevance each (CDPRUNER_SPLIT_THRESHOLD=0: not split)",

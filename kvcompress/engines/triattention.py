@@ -40,7 +40,7 @@ def export(policy: Policy, engine: str, out: Path) -> Settings:
     if policy.engine.protect not in (None, "prompt"):
         raise KVCompressError(f"{name} cannot be told protect={policy.engine.protect!r}, only protect='prompt'")
     if cluster.farthest != FARTHEST:
-        raise KVCompressError(f"{name} looks ahead by {FARTHEST} tokens: farthest={cluster.farthest}")
+        raise KVCompressError(f"{name} looks ahead by {FARTHEST} tokens, not by farthest={cluster.farthest}")
     settings, differences = SETTINGS[engine](policy, cluster, out)
     write(files.load(cluster.calibration_file), out)
     return Settings(engine, policy.method, policy.budget.ratio, settings, tuple(differences))
@@ -84,7 +84,7 @@ def _tensorrt_llm(policy: Policy, cluster: TriAttentionKVCluster, out: Path) -> 
         differences.append("the whole prompt stays, as with protect=prompt")
     differences.append("the budget counts decoded tokens only, here the prompt's, too")
     if cluster.group != "max":
-        raise KVCompressError(f"{NAMES[TENSORRT_LLM]} takes the largest score of a KV head's queries: group='mean'")
+        raise KVCompressError(f"{NAMES[TENSORRT_LLM]} takes the largest score of a KV head's queries: give group='max'")
     compression = {
         "algorithm": "triattention",
         "budget": policy.engine.decode_budget,

@@ -176,7 +176,7 @@ def answer(
     thinker, talker = TokenTimes(), TokenTimes()
     least = FEWEST_TEXT_TOKENS if model.has_talker else 1
     if text_tokens < least:
-        raise KVCompressError(f"text_tokens={text_tokens}: at least {least} can be spoken")
+        raise KVCompressError(f"text_tokens={text_tokens}: speech needs at least {least}")
     for_thinker = {
         "max_new_tokens": text_tokens,
         "min_new_tokens": text_tokens if exact else least,

@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
         choices=list(STRATEGIES),
         default=list(AFTER_THE_TEXT),
         metavar="STRATEGY",
-        help=f"of {', '.join(STRATEGIES)}",
+        help=f"of {', '.join(STRATEGIES)} (default: the first four)",
     )
     add("--no-compile", dest="compile", action="store_false", help="static caches without compiling")
     add("--compress-talker", action="store_true", help="the method compresses the talker's cache, too")
@@ -38,8 +38,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--without", nargs="+", choices=list(PARTS), default=[], metavar="PART", help=f"of {', '.join(PARTS)}")
     add("--prompts", type=new_file, metavar="JSONL", help='{"text":, "image": FILE, "audio": WAV FILE} a line')
-    add("--text-tokens", type=whole(1), default=128, help="the longest text")
-    add("--codec-tokens", type=whole(1), default=1024, help="the longest speech, 50 tokens a second")
+    add("--text-tokens", type=whole(1), default=128, help="the longest text (128)")
+    add("--codec-tokens", type=whole(1), default=1024, help="the longest speech, 50 tokens a second (1024)")
     add(
         "--window",
         nargs=3,
@@ -51,11 +51,11 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--one-piece", action="store_true", help="the waveform at the end, as transformers makes it")
     add("--exact", action="store_true", help="every answer has exactly these lengths")
-    add("--repeats", type=whole(1), default=3, help="warm answers to each prompt, per strategy")
-    add("--cold", type=whole(), default=3, help="cold starts per strategy, each a process; 0: none")
+    add("--repeats", type=whole(1), default=3, help="warm answers to each prompt, per strategy (3)")
+    add("--cold", type=whole(), default=3, help="cold starts per strategy, each a process; 0: none (3)")
     add("--speaker", type=label, help="default: the checkpoint's first")
-    add("--seed", type=whole(), default=0)
-    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+    add("--seed", type=whole(), default=0, help="of the talker's samples (0)")
+    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="of the model (auto)")
     add("--save-audio", type=new_file, metavar="FOLDER", help="the last warm answers, as they are spoken")
     add(
         "--html",

@@ -129,7 +129,7 @@ class Reply:
             self._begun.wait()
             if self._two_tokens is None:
                 text = self.sequences().shape[1] - columns
-                raise KVCompressError(f"the text has {text} token: at least {FEWEST_TEXT_TOKENS} can be spoken")
+                raise KVCompressError(f"the text has {text} token: speech needs at least {FEWEST_TEXT_TOKENS}")
             return Begun(self._two_tokens, tuple(self._first))
 
         def note(outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def check(given: argparse.Namespace) -> None:
     Window(*given.window)
     speaks = "speech" not in given.without
     if speaks and given.text_tokens < FEWEST_TEXT_TOKENS:
-        raise KVCompressError(f"--text-tokens {given.text_tokens}: at least {FEWEST_TEXT_TOKENS} can be spoken")
+        raise KVCompressError(f"--text-tokens {given.text_tokens}: speech needs at least {FEWEST_TEXT_TOKENS}")
     for strategy in ["compressed", *given.strategies]:
         kind = STRATEGIES[strategy]
         if kind.overlaps and not speaks:

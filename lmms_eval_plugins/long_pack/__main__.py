@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
         default=depths,
         help=f"depths of the needle, used in turn; 0 is the first picture or page, 1 the last ({depths})",
     )
-    add("--kinds", type=items(kind), default=KINDS, help="kinds of questions (all those below)")
+    add("--kinds", type=items(kind), default=KINDS, help="kinds of questions (default: all those below)")
     add("--picture-size", type=size, default=picture_size, metavar="WxH", help=f"pixels of a picture ({picture_size})")
     add("--page-size", type=size, default=page_size, metavar="WxH", help=f"pixels of a page ({page_size})")
     add("--font-px", type=whole(6, 512), default=look.font_px, help=f"height of the text in pixels ({look.font_px})")

@@ -72,7 +72,7 @@ def number_or_auto(value: Any, field: ValidationInfo) -> Any:
     except ValueError:
         number = None
     if not isinstance(number, int | float) or number < 1 or number != int(number):
-        raise KVCompressError(f"{field.field_name}={shown(value)} is neither a positive number, nor {words}")
+        raise KVCompressError(f"{field.field_name}={shown(value)} is neither a positive whole number, nor {words}")
     return int(number)
 
 
@@ -86,7 +86,7 @@ class Arguments(BaseModel):
     def _plain(cls, value: Any, field: ValidationInfo) -> Any:
         value = plain_number(value, cls.model_fields[field.field_name].annotation)
         if isinstance(value, str) and not value.strip():
-            raise ValueError("Input should have something in it")
+            raise ValueError("Input should not be blank")
         if isinstance(value, str) and not value.isprintable() and field.field_name not in PROSE:
             raise ValueError("Input should have no control characters")
         return value

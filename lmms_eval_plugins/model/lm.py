@@ -25,6 +25,7 @@ from tqdm import tqdm
 from transformers import BatchFeature
 
 from kvcompress import KVCompressError
+from kvcompress.command_line import called
 from kvcompress.hooks.prefix_cache import PrefixCache
 
 from .answer_store import AnswerStore, from_json, key_of, to_json
@@ -334,7 +335,9 @@ class KVCompressLM(Answerer):
     def _answer(self, requests: list[Instance], batch: Batch) -> Answered:
         """Answer requests with the model and add the rows of the counted ones."""
         if self.args.tp_plan is not None and self.world_size > 1:
-            raise KVCompressError("tp_plan: lmms-eval would split the questions; run lmms_eval_plugins.evaluate")
+            raise KVCompressError(
+                f"tp_plan= needs `{called('eval')}`: lmms-eval's own command would split the questions"
+            )
         answers = self.answering.answer(batch, self._wanted(requests[0]), any(map(self._has_overlay, requests)))
         self._times_asked.update(map(question, requests))
         return self._results(requests, batch, answers), answers.seconds

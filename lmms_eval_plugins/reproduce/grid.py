@@ -66,7 +66,7 @@ def listing(
         reason = reasons[run.cells[0].key]
         yield f"{called('eval')} {shlex.join(run.argv)}" + (f"  # not here: {reason}" if reason else "")
     counts = Counter(states.values()).most_common()
-    yield f"{len(cells)} cells: " + "; ".join(f"{count} {what}" for what, count in counts)
+    yield f"{len(cells)} cells; " + "; ".join(f"{what}: {count}" for what, count in counts)
 
 
 def state(cell: PlannedCell, run: Run | None, reason: str | None) -> str:

@@ -188,6 +188,13 @@ def test_methods_lists_those_with_the_word(capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_each_method_is_listed_with_a_whole_sentence(capsys):
+    assert __main__.main(["list", "methods"]) == 0
+    for line in capsys.readouterr().out.splitlines():
+        assert line.endswith("."), line
+        assert line.count("(") == line.count(")"), line
+
+
 def test_a_method_may_be_written_with_capitals_and_underscores():
     assert make_policy("Expected_Attention", 0.5).method == "expected-attention"
 

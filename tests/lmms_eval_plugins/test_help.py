@@ -5,7 +5,9 @@ import re
 
 import pytest
 
+from kvcompress.bench.command import launches_parser as launches
 from kvcompress.bench.command import parser as bench
+from kvcompress.bench.command import throughput_parser as throughput
 from kvcompress.speech.command import parser as speech
 from lmms_eval_plugins.cells.request import flag_parser
 from lmms_eval_plugins.leaderboard.command import parser as leaderboard
@@ -19,12 +21,13 @@ from lmms_eval_plugins.sweep.__main__ import parser as sweep
 
 PARSERS = {"bench": bench, "speech": speech, "run_eval": flag_parser, "report": report, "show": show}
 PARSERS |= {"metrics": metrics, "reproduce": reproduce, "sweep": sweep, "heatmap": heatmap, "long_pack": long_pack}
-PARSERS |= {"leaderboard": leaderboard}
+PARSERS |= {"leaderboard": leaderboard, "launches": launches, "throughput": throughput}
 
 
 @pytest.mark.parametrize("command", PARSERS)
 def test_a_default_is_the_one_that_its_help_names(command):
     for option in PARSERS[command]()._actions:
-        named = re.search(r"\(([\w./,]+)\)$", option.help or "")
+        named = re.search(r"\(([\w./, -]+)\)$", option.help or "")
         if named and option.default not in (None, argparse.SUPPRESS):
-            assert str(option.default) == named[1], option.option_strings
+            default = option.default if isinstance(option.default, list) else [option.default]
+            assert " ".join(map(str, default)) == named[1], option.option_strings

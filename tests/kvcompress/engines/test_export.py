@@ -65,14 +65,14 @@ def test_openvino_prunes_vision_tokens_by_percent(ratio, percent):
 
 WRONG = [
     ("keydiff 0.2 --tokens 999", "has nothing like method 'keydiff'; it has: cdpruner, h2o, kvcrush, "),
-    ("snapkv 0.2", "counts tokens: --tokens says of how long a prompt 0.2 is a part"),
+    ("snapkv 0.2", "counts tokens: give --tokens, the length of the prompts"),
     ("snapkv 0.2 --tokens 99 layer_budget=pyramid", "cannot be told layer_budget='pyramid'; of such"),
     ("snapkv 0.2 --tokens 99 scorer=knorm", "cannot be told scorer='knorm'; of such"),
     ("cdpruner 0.2 first_token=compressed", "cannot be told first_token='compressed'; of such"),
     ("snapkv 0.2 --tokens 500 decode_budget=64", "has one budget for prompt and answer: decode_budget=64"),
     ("snapkv 0.2 --tokens 300", "keeps 1 of first tokens"),
     ("cdpruner 1", "prunes 1 to 99 percent of the vision tokens: ratio=1.0"),
-    ("cdpruner 0.5 relevance=none", "weighs diversity by relevance: relevance='none'"),
+    ("cdpruner 0.5 relevance=none", "weighs diversity by relevance: give relevance='embeddings'"),
 ]
 
 
@@ -204,10 +204,10 @@ def test_the_engines_are_told_budget_and_interval(calibration, tmp_path):
         ("snapkv", {"ratio": 1}, "has nothing like method 'snapkv'; it has: triattention"),
         ("triattention", {"ratio": 0.5}, "evicts while decoding only: give the ratio 1 and decode_budget="),
         ("triattention", {"ratio": 1}, "evicts while decoding only: give the ratio 1 and decode_budget="),
-        ("triattention", {"farthest": 9}, "looks ahead by 65536 tokens: farthest=9"),
+        ("triattention", {"farthest": 9}, "looks ahead by 65536 tokens, not by farthest=9"),
         ("triattention", {"protect": "text"}, "cannot be told protect='text', only protect='prompt'"),
         ("triattention", {"merge": "average"}, "cannot be told merge='average'"),
-        ("triattention", {"group": "mean"}, "takes the largest score of a KV head's queries: group='mean'"),
+        ("triattention", {"group": "mean"}, "takes the largest score of a KV head's queries: give group='max'"),
     ],
 )
 def test_what_tensorrt_llm_cannot_be_told_writes_nothing(method, options, message, calibration, tmp_path):

@@ -234,7 +234,7 @@ def test_a_stream_that_is_closed_ends_the_thinker(omni, omni_inputs):
     ("more", "rows", "message"),
     [
         ({"thinker_no_such_setting": 1}, 1, "no_such_setting"),
-        ({"thinker_max_new_tokens": 1}, 1, "the text has 1 token: at least 2 can be spoken"),
+        ({"thinker_max_new_tokens": 1}, 1, "the text has 1 token: speech needs at least 2"),
         ({}, 2, "2 prompts: speech can overlap text for one prompt at a time"),
     ],
 )

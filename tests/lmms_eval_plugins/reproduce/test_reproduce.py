@@ -290,7 +290,7 @@ def test_dry_run_lists_cells_and_commands_and_writes_nothing(configuration, caps
         "M, One, KNorm, 0.25: to run",
         *(f"M, Judged, {name}: needs a judge" for name in ("Full, 1", "KNorm, 0.5", "KNorm, 0.25")),
         "python -m kvcompress eval one m full,knorm 0.5,0.25 --output_path results",
-        "6 cells: 3 needs a judge; 2 to run; 1 on disk",
+        "6 cells; needs a judge: 3; to run: 2; on disk: 1",
     ]
     assert not executed
     assert sorted(tmp_path.rglob("*")) == before
