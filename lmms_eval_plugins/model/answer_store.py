@@ -50,7 +50,11 @@ class AnswerStore:
         self._known[key] = value
         line = json.dumps({"key": key, "value": value, "digest": _digest(key, value)}).encode()
         with open(self._file, "ab", buffering=0) as file:  # a single write, so lines of several processes never mix
-            file.write(b"\n" * (file.tell() > 0) + line)  # newline first: the last line may be truncated
+            try:
+                file.write(b"\n" * (file.tell() > 0) + line)  # newline first: the last line may be truncated
+            except OSError as error:
+                error.filename = str(self._file)  # that of a full disk names no file
+                raise
 
 
 def _digest(key: str, value: Any) -> str:

@@ -40,7 +40,7 @@ class Trials:
     """The trials of one sweep.
 
     Args:
-        folder: the sweep's folder, created if missing.
+        folder: the sweep's folder, created if missing. No other process may use it.
         outer: parameters that change least often in a grid.
         cap: the maximum number of trials, in place of the file's run_cap; a grid needs neither.
 
@@ -58,6 +58,7 @@ class Trials:
         _check_same_sweep(config, folder, seed)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         try:
+            _mend(folder / JOURNAL_FILE)
             self._study = optuna.create_study(
                 study_name=config.name,
                 storage=JournalStorage(JournalFileBackend(str(folder / JOURNAL_FILE))),
@@ -125,6 +126,15 @@ class Trials:
 
     def _is_drawn(self, trial: FrozenTrial) -> bool:
         return trial.params.keys() == self.config.space.keys()
+
+
+def _mend(journal: Path) -> None:
+    """Remove what a process leaves that is killed, or meets a full disk, while it writes: an unfinished line, to which
+    optuna would append, and optuna's lock, for which it would wait: for half a minute, in a moved folder for ever."""
+    journal.with_name(journal.name + ".lock").unlink(missing_ok=True)
+    if journal.exists():
+        with open(journal, "r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _check_same_sweep(config: SweepConfig, folder: Path, seed: int) -> None:

@@ -140,7 +140,7 @@ REFUSED = [  # kind of file, its file where the kind has several, what stands in
       for dtype in (torch.float16, torch.int64, torch.complex64, torch.bool)),
     ("KVzap weights", "", lambda content: content[:-4] + b"\0\0\xc0\x7f", "not finite"),
     ("KVzap config", "", NESTED, "nested too deep"),
-    ("sweep's journal", "", lambda content: b"".join(content.splitlines(keepends=True)[:-2])[:-1] + b"{", "remove it"),
+    ("sweep's journal", "", lambda content: b"".join(content.splitlines(True)[:-2])[:-1] + b"{\n", "remove it"),
     ("sweep's note", "", NESTED, "remove it"),
     ("sweep", "", without_a_limit, "sweep.yaml"),
     ("questions", "", lambda content: content[:-100], "questions.parquet: ArrowInvalid"),

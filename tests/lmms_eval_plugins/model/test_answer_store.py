@@ -91,3 +91,11 @@ def test_processes_read_what_all_have_written(tmp_path):
     AnswerStore(tmp_path, {"cell": 1}, rank=1).put("b", 2)
     store = AnswerStore(tmp_path, {"cell": 1})
     assert (store.get("a"), store.get("b"), store.get("c")) == (1, 2, None)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has such a file")
+def test_a_full_disk_is_told_with_the_files_name(tmp_path):
+    store = AnswerStore(tmp_path, {"cell": 1})
+    store._file = Path("/dev/full")
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        store.put("key", "value")

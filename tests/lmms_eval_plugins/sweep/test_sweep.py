@@ -190,6 +190,21 @@ def test_a_search_that_was_cut_draws_what_it_would_have_drawn(config, tmp_path, 
     assert play(search, tmp_path / "within", within_draw=11) == whole
 
 
+@pytest.mark.parametrize("method", ["grid", "bayes"])
+def test_a_journal_whose_last_line_was_cut_or_whose_lock_was_left_goes_on(config, tmp_path, method):
+    parameters = {**SEARCH, "ratio": {"values": [0.5, 0.2]}, "window_size": {"values": [4, 8]}}
+    search = config(method, parameters if method == "grid" else SEARCH, run_cap=4)
+    whole = play(search, tmp_path / "whole")
+    written = (tmp_path / "whole" / JOURNAL_FILE).read_bytes()
+    for cut in range(1, len(written), 97):
+        folder = tmp_path / str(cut)
+        folder.mkdir()
+        (folder / JOURNAL_FILE).write_bytes(written[:cut])
+        (folder / f"{JOURNAL_FILE}.lock").symlink_to(tmp_path / "moved" / JOURNAL_FILE)
+        for _ in range(2):
+            assert sorted(play(search, folder)) == sorted(whole)
+
+
 def test_a_bayes_search_finds_better_trials_than_random(config, tmp_path):
     def late(method):
         found = play(config(method, SEARCH, run_cap=20), tmp_path / method)
