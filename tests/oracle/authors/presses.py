@@ -14,7 +14,7 @@ import torch
 from .recording import Recording, kept_columns
 from .released import repeat_kv
 from .script import Recordings, of_layers, prompts
-from .states import States, states
+from .states import NAMES, States, states
 
 Run = tuple[str, dict[str, object], Callable[[], object]]  # label, our options, what makes their press
 
@@ -69,8 +69,8 @@ def compress(press: object, given: States, place: int, prompt: int, unrotated: b
     heads, head_dim = queries.shape[1], keys.shape[-1]
     module = SimpleNamespace(
         config=SimpleNamespace(
-            num_attention_heads=heads, num_key_value_heads=keys.shape[1], head_dim=head_dim,
-            hidden_size=heads * head_dim, _attn_implementation="sdpa",
+            num_hidden_layers=given.layers, num_attention_heads=heads, num_key_value_heads=keys.shape[1],
+            head_dim=head_dim, hidden_size=heads * head_dim, _attn_implementation="sdpa",
         ),
         head_dim=head_dim,
         num_key_value_groups=given.groups,
@@ -106,9 +106,11 @@ def set_size(press: object, prompt: int, budget: int, rest: float = 1e-3) -> Non
     getattr(press, "press", press).compression_ratio = 1 - (budget + rest) / prompt
 
 
-def record(runs: Sequence[Run], window: int = 0, rest: float = 1e-3, unrotated: bool = False) -> Recordings:
+def record(
+    runs: Sequence[Run], window: int = 0, rest: float = 1e-3, unrotated: bool = False, names: Sequence[str] = NAMES
+) -> Recordings:
     """Every run of every prompt with a budget below it and above the observation window: the option, or `window`."""
-    for name, prompt, budget in prompts():
+    for name, prompt, budget in prompts(names):
         for label, options, make in runs:
             if options.get("window_size", window) < budget < prompt:
                 set_size(press := make(), prompt, budget, rest)
