@@ -1,17 +1,22 @@
-"""NVIDIA/kvpress, the home of KeyDiff, CurDKV and expected attention: its presses that score, its PyramidKVPress, whose
-layers are SnapKV's, and its AdaKVPress, over SnapKV and over any of them. Further settings are recorded on drawn states
-alone."""
+"""NVIDIA/kvpress, the home of KeyDiff, CurDKV and expected attention: its presses that score, also with statistics from
+elsewhere, its PyramidKVPress, whose layers are SnapKV's, and its AdaKVPress, over SnapKV and over any of them. Further
+settings are recorded on drawn states alone."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from . import presses
+from .released import definitions
 from .script import Recordings, run
-from .states import NAMES, RANDOM
+from .states import NAMES, RANDOM, states
 
 KVPRESS = {"variant": "kvpress"}
 SNAPKV = {"window_size": 8, "kernel_size": 5}
 ADAPTIVE = {"head_budget": "adaptive-kvpress"}
+SMALL = (*RANDOM, "tiny")  # states whose covariances are a small file
 
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
@@ -64,8 +69,31 @@ def recordings(checkout: Path) -> Recordings:
         (unrotated, RANDOM, {"unrotated": True}),
     ):
         yield from presses.record(runs, names=names, **options)
+    file, name = checkout / "kvpress/presses/expected_attention_with_stats.py", "ExpectedAttentionStatsPress"
+    plain = {"dataclass": lambda cls: cls, "field": lambda **_: None}  # its parent is one
+    found = definitions(file, name, ExpectedAttentionPress=expected, **plain)
+    yield from with_statistics(found[name])
+
+
+def with_statistics(expected: type) -> Recordings:
+    """The statistics are those of the states' prompt before RoPE, without its first 4 tokens."""
+    for name in SMALL:
+        given = states(name)
+        before = given.rotary(slice(0, given.prompt)).unrotated(given.queries[:, :, : given.prompt])[:, :, 4:]
+        mean = before.mean(2)
+        centred = before - mean[:, :, None]
+        known = {"mean": mean, "covariance": centred.mT @ centred / (before.shape[2] - 1)}
+
+        def make(known: dict[str, torch.Tensor] = known) -> object:
+            press = expected()
+            press.mu, press.cov = known.values()
+            return press
+
+        for recording in presses.record([("expected-attention, calibration=", {}, make)], rest=0.5, names=[name]):
+            yield replace(recording, known=known)
 
 
 if __name__ == "__main__":
-    functions = "KeyDiffPress, CURPress, TOVAPress, ExpectedAttentionPress, PyramidKVPress, AdaKVPress over SnapKVPress"
+    functions = "KeyDiffPress, CURPress, TOVAPress, ExpectedAttentionPress, ExpectedAttentionStatsPress, "
+    functions += "PyramidKVPress, AdaKVPress over SnapKVPress"
     run(recordings, "NVIDIA/kvpress", f"presses: {functions}")

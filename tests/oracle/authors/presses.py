@@ -1,18 +1,14 @@
 """The presses of kvpress and its forks without the rest of it, over the recorded states."""
 
-import ast
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import torch
 
 from .recording import Recording, kept_columns
-from .released import repeat_kv
 from .script import Recordings, of_layers, prompts
 from .states import NAMES, States, states
 
@@ -35,16 +31,6 @@ def load(checkout: Path, *names: str, stand_ins: Mapping[str, object] | None = N
     for name in names:
         found |= vars(import_module(f"kvpress.presses.{name}_press"))
     return found
-
-
-def methods(checkout: Path, file: str, *names: str) -> list[Callable]:
-    """Methods of the file's classes on their own: what the file imports is not installed, or wants an older
-    transformers."""
-    tree = ast.parse((checkout / "kvpress/presses" / file).read_text())
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
-    known = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "math": math, "np": np, "repeat_kv": repeat_kv}
-    exec(compile(ast.Module(found, []), file, "exec"), known)
-    return [known[name] for name in names]
 
 
 def rotary_emb(given: States) -> Callable:
