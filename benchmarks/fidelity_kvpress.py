@@ -16,17 +16,17 @@ from types import SimpleNamespace
 from typing import Any
 
 # ruff: noqa: E402
-# The folders of the bench's worker and of the recordings replace this script's: its kernels.py would shadow a package.
-ROOT = Path(__file__).parents[1]
-sys.path[0:1] = [str(ROOT / "kvcompress" / "bench"), str(ROOT / "tests" / "oracle")]
+# The folder of the bench's worker replaces this script's, whose kernels.py would shadow a package.
+sys.path[0] = str(Path(__file__).parents[1] / "kvcompress" / "bench")
 
 import kvpress
 import numpy as np
 import torch
-from kvpress.presses import kvzip_press
+from kvpress.presses import kvzip_press, leverage_press
+from kvpress.utils import get_prerope_query_states
 from kvpress_worker import FORMS, PRESSES
-from make_kvpress_fixtures import LayerInput, columns, draw_as_ours, finch, kept_columns, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 KVZIP = "\n\nRepeat the previous context exactly."  # before the first chunk, as KVzipPress.prepare writes
 LAZY = {"sinks": 4, "lazy_threshold": 0.9}
@@ -47,9 +47,9 @@ def snapkv(removed: float) -> kvpress.SnapKVPress:
     return kvpress.SnapKVPress(removed)
 
 
-def with_window(removed: float) -> kvpress.FinchPress:
-    press = finch(32)
-    press.compression_ratio = removed
+def finch(removed: float) -> kvpress.FinchPress:
+    press = kvpress.FinchPress(removed, rerotate_keys=False)
+    press.window_size = 32  # it is the question's length, which the press finds by a delimiter
     return press
 
 
@@ -63,7 +63,7 @@ RUNS = [
     Run("leverage", kvpress.LeverageScorePress, {"variant": "kvpress"}),
     Run("non-causal-attention", kvpress.NonCausalAttnPress, {"variant": "kvpress"}),
     Run("compactor", kvpress.CompactorPress, {"variant": "kvpress"}),
-    Run("finch", with_window),
+    Run("finch", finch),
     Run("chunkkv", lambda r: kvpress.ChunkKVPress(snapkv(r)), WINDOW, sizes_itself=True),
     Run("entropy-gated-chunkkv", lambda r: kvpress.EntropyGatedChunkKVPress(snapkv(r)), WINDOW),
     Run("criticalkv", lambda r: kvpress.CriticalKVPress(snapkv(r)), WINDOW),
@@ -75,6 +75,85 @@ RUNS = [
     Run("kvzip", lambda r: kvpress.KVzipPress(r, n_sink=0), {"sinks": 0}),
     Run("kvcompose", lambda r: kvpress.KVComposePress(compression_ratio=r)),
 ]  # fmt: skip
+
+
+def draw_as_ours() -> None:
+    """Give the leverage press, whose Gaussian is a new one at each call, the one that ours draws with seed 0."""
+
+    def gaussian(*shape: int, **kwargs: object) -> torch.Tensor:
+        return torch.randn(shape[-2:], generator=torch.Generator().manual_seed(0)).expand(shape)
+
+    leverage_press.torch = SimpleNamespace(**{**vars(torch), "randn": gaussian})
+
+
+@dataclass
+class LayerInput:
+    """What one attention layer was given, and what it made of it."""
+
+    module: torch.nn.Module
+    hidden: torch.Tensor
+    kwargs: dict
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def attentions(self) -> torch.Tensor:
+        """(1, heads, length, length), as eager attention returns them."""
+        length, head_dim = self.keys.shape[2:]
+        groups = self.queries.shape[1] // self.keys.shape[1]
+        logits = self.queries @ self.keys.repeat_interleave(groups, 1).mT * head_dim**-0.5
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        return logits.masked_fill(future, float("-inf")).softmax(-1)
+
+
+@torch.no_grad()
+def run(model: PreTrainedModel, ids: torch.Tensor) -> list[LayerInput]:
+    """One prompt (1, length) through the model: the inputs and states of each layer."""
+    calls = []
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: calls.append((module, kwargs)), with_kwargs=True
+        )
+        for layer in model.model.layers
+    ]
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    for hook in hooks:
+        hook.remove()
+    inputs = []
+    for (module, kwargs), stored in zip(calls, cache.layers, strict=True):
+        module.rotary_emb = model.model.rotary_emb  # as a press does when it is attached
+        module.masked_key_indices = None
+        queries = get_prerope_query_states(module, kwargs["hidden_states"])
+        queries, _ = apply_rotary_pos_emb(queries, queries, *kwargs["position_embeddings"])
+        inputs.append(LayerInput(module, kwargs["hidden_states"], kwargs, queries, stored.keys, stored.values))
+    return inputs
+
+
+@torch.no_grad()
+def kept_columns(press: kvpress.BasePress, layer: LayerInput) -> torch.Tensor:
+    """bool (kv_heads, length): what the press keeps of one layer."""
+    attentions = layer.attentions if isinstance(press, kvpress.ObservedAttentionPress) else None
+    keys, _ = press.compress(layer.module, layer.hidden, layer.keys, layer.values, attentions, layer.kwargs)
+    return columns(layer, keys)
+
+
+def columns(layer: LayerInput, keys: torch.Tensor) -> torch.Tensor:
+    """bool (kv_heads, length): which columns `keys` (1, kv_heads, kept, head_dim) holds and no mask hides."""
+    kept = torch.stack([torch.isin(*of_head) for of_head in zip(marks(layer.keys), marks(keys), strict=True)])
+    if layer.module.masked_key_indices is not None:  # head-wise presses mask instead of removing
+        _, heads, masked = layer.module.masked_key_indices
+        kept[heads, masked] = False
+        layer.module.masked_key_indices = None
+    return kept
+
+
+def marks(keys: torch.Tensor) -> torch.Tensor:
+    """int64 (kv_heads, keys): a number for each key (1, kv_heads, keys, head_dim), by all its bits. All keys of a head
+    differ, by their rotation."""
+    weights = torch.randint(2**62, keys.shape[-1:], generator=torch.Generator().manual_seed(0))
+    return (keys[0].contiguous().view(torch.int32).long() * weights).sum(-1)
 
 
 def kept(press: Any, model: PreTrainedModel, ids: torch.Tensor, layers: list[LayerInput]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What is promised on which model family, as checks, and the table of it in docs/families.md.
 
-`python -m tests.family_table` runs every check and writes the table. tests/test_family_table.py runs the
-same checks, and compares the table with the registry below: what is in it was checked, and what was checked is in it.
+`python -m tests.family_table` writes the table. tests/test_family_table.py runs every check, and compares the table
+with the registry below: what is in it was checked, and what was checked is in it.
 """
 
 from __future__ import annotations
@@ -284,50 +284,21 @@ def entries_held(session: kvcompress.Session) -> Iterator[list[int]]:
         handle.remove()
 
 
-def expected() -> dict[tuple[str, str], str]:
-    """(family, column) -> the cell, when every check of it passes."""
-    cells = {}
+def cells() -> dict[tuple[str, str], str]:
+    """(family, column) -> the cell: what its checks, which all pass, say."""
+    found = {}
     for name, family in ROWS.items():
         for kind in KINDS:
-            cells[name, kind] = f"all {len(METHODS)}" if kind in kinds_of(family) else ""
-        cells[name, OTHERS] = f"all {len(OTHER_METHODS)}"
+            found[name, kind] = f"all {len(METHODS)}" if kind in kinds_of(family) else ""
+        found[name, OTHERS] = f"all {len(OTHER_METHODS)}"
         for extra in EXTRAS:
             answer = "refused" if (name, extra) in REFUSED else "yes"
-            cells[name, extra] = answer if extra in extras_of(family) else ""
-        cells[name, CHUNKS] = "refused" if name in CHUNKS_REFUSED else "yes"
-    return cells
+            found[name, extra] = answer if extra in extras_of(family) else ""
+        found[name, CHUNKS] = "refused" if name in CHUNKS_REFUSED else "yes"
+    return found
 
 
-def measured() -> dict[tuple[str, str], str]:
-    """As `expected`, from running every check: a cell names what passed, or "none"."""
-    cells = {}
-    for name, family in ALL_FAMILIES.items():
-        for kind in kinds_of(family):
-            cells[name, kind] = _passing(METHODS, check, family, kind)
-        cells[name, OTHERS] = _passing(OTHER_METHODS, check_other, family)
-        for extra in extras_of(family):
-            passes = _passes(check_extra, family, extra)
-            cells[name, extra] = ("refused" if (name, extra) in REFUSED else "yes") if passes else "no"
-        passes = all([_passes(check_chunks, family, kind) for kind in chunked_kinds_of(family)])
-        cells[name, CHUNKS] = ("refused" if name in CHUNKS_REFUSED else "yes") if passes else "no"
-    return {column: cells.get(column, "") for column in expected()}
-
-
-def _passing(methods: tuple[str, ...], run: Callable[..., None], *arguments: object) -> str:
-    passed = [method for method in methods if _passes(run, *arguments, method)]
-    return f"all {len(methods)}" if len(passed) == len(methods) else ", ".join(passed) or "none"
-
-
-def _passes(run: Callable[..., None], *arguments: object) -> bool:
-    try:
-        run(*arguments)
-    except (AssertionError, kvcompress.KVCompressError) as error:
-        print(*arguments[1:], "on", arguments[0].name, "failed:", error)
-        return False
-    return True
-
-
-def render(cells: dict[tuple[str, str], str]) -> str:
+def render() -> str:
     """Both tables, in Markdown: kinds of input, then options."""
     options = [*EXTRAS, CHUNKS]
     titles = {option: f"`{option}`" for option in options}
@@ -335,7 +306,7 @@ def render(cells: dict[tuple[str, str], str]) -> str:
         wrapped(f"Methods of the first columns: {', '.join(f'`{method}`' for method in METHODS)}."),
         wrapped(f"Other methods: {', '.join(f'`{method}`' for method in OTHER_METHODS)}."),
         "The column `kvzip` holds for `kvcompose`, too, which reads a prompt a second time as well.\n",
-        *(_table(cells, columns, titles) for columns in ([*KINDS, OTHERS], options)),
+        *(_table(columns, titles) for columns in ([*KINDS, OTHERS], options)),
     ]
     return "\n".join(parts)
 
@@ -344,11 +315,12 @@ def wrapped(text: str) -> str:
     return textwrap.fill(text, 118, break_on_hyphens=False) + "\n"
 
 
-def _table(cells: dict[tuple[str, str], str], columns: list[str], titles: dict[str, str]) -> str:
+def _table(columns: list[str], titles: dict[str, str]) -> str:
+    found = cells()
     rows = [
         f"| family | {' | '.join(titles.get(column, column) for column in columns)} |",
         "|---" * (len(columns) + 1) + "|",
-        *(f"| {title} | {' | '.join(cells[name, column] for column in columns)} |" for name, title in TITLES.items()),
+        *(f"| {title} | {' | '.join(found[name, column] for column in columns)} |" for name, title in TITLES.items()),
     ]
     return "\n".join(rows) + "\n"
 
@@ -360,5 +332,5 @@ def page_with(table: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page_with(render(measured())))
+    PAGE.write_text(page_with(render()))
     print(f"wrote {PAGE.relative_to(Path.cwd())}")

@@ -105,37 +105,12 @@ def test_a_gemma_without_images_takes_chunks_through_its_sliding_windows(name, m
     check_extra(text_only, "kvzip")
 
 
-def test_the_table_is_what_the_checks_would_write():
-    table = family_table.render(family_table.expected())
-    assert family_table.PAGE.read_text() == family_table.page_with(table)
+def test_the_table_names_the_checks():
+    assert family_table.PAGE.read_text() == family_table.page_with(family_table.render())
 
 
 def test_every_family_has_a_row():
     assert set(family_table.TITLES) == set(family_table.ROWS)
-
-
-def test_a_failing_check_shows_in_the_table(monkeypatch):
-    """`python -m tests.family_table` does not write what did not pass."""
-
-    def run(family, column, *method):
-        assert (family.name, *method) != ("qwen3", "adakv")
-        assert (family.name, column) not in (("gemma3", "kvzip"), ("qwen2-vl", "video"), ("mllama", "cake"))
-
-    for name in ("check", "check_other", "check_extra", "check_chunks"):
-        monkeypatch.setattr(family_table, name, run)
-    cells, wanted = family_table.measured(), family_table.expected()
-    assert cells["qwen3", "text"] == cells["qwen3", "text, batch of 3"] == "streamingllm, snapkv, h2o"
-    assert cells["gemma3", "kvzip"] == cells["qwen2-vl", "prefill_chunk"] == "no"
-    assert cells["qwen2-vl", "video"] == "none"
-    assert cells["mllama", "other methods"].split(", ") == [name for name in OTHER_METHODS if name != "cake"]
-    assert {column for column in wanted if column[0] in ALL_FAMILIES and cells[column] != wanted[column]} == {
-        ("qwen3", "text"),
-        ("qwen3", "text, batch of 3"),
-        ("gemma3", "kvzip"),
-        ("mllama", "other methods"),
-        ("qwen2-vl", "video"),
-        ("qwen2-vl", "prefill_chunk"),
-    }
 
 
 def vip_llava(text: dict) -> VipLlavaConfig:

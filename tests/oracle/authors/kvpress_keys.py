@@ -1,79 +1,99 @@
-"""NVIDIA/kvpress, the home of these methods, at a newer commit than the recordings of `test_kvpress.py`: scores and
-`ScorerPress`'s choice by them; and its PyramidKVPress, whose layers are SnapKV's."""
+"""NVIDIA/kvpress, the home of KeyDiff, CurDKV and expected attention: its presses that score, also with statistics from
+elsewhere, its PyramidKVPress, whose layers are SnapKV's, and its AdaKVPress, over SnapKV and over any of them. Further
+settings are recorded on drawn states alone."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
-from .presses import methods
-from .recording import Recording, kept_columns
-from .released import attention
-from .script import Recordings, prompts, run
-from .states import NAMES, cases, states
+from . import presses
+from .released import definitions
+from .script import Recordings, run
+from .states import NAMES, RANDOM, states
 
-WINDOW = 8  # PyramidKV's
-PRESSES = {
-    "keydiff": ("keydiff_press.py", SimpleNamespace()),
-    "cur": (
-        "cur_press.py",
-        SimpleNamespace(
-            num_sinks=4, leverage_type="kv_product", use_random_leverage=False, use_local_approximation=True,
-            local_window_size=16,
-        ),
-    ),
-}  # fmt: skip
+KVPRESS = {"variant": "kvpress"}
+SNAPKV = {"window_size": 8, "kernel_size": 5}
+ADAPTIVE = {"head_budget": "adaptive-kvpress"}
+SMALL = (*RANDOM, "tiny")  # states whose covariances are a small file
 
 DIFFERENCES: dict[str, tuple[float, str]] = {}
 
 
 def recordings(checkout: Path) -> Recordings:
-    (compress,) = methods(checkout, "scorer_press.py", "compress")
-    for method, (file, press) in PRESSES.items():
-        (score,) = methods(checkout, file, "score")
-        press.score = lambda *args, score=score, press=press: score(press, *args)
-        for name, prompt, budget in prompts():
-            if budget > prompt:
-                continue  # a ratio cannot be negative
-            press.compression_ratio, kept = 1 - (budget + 0.5) / prompt, []
-            for place in range(states(name).layers):
-                _, keys, values = states(name).layer(place, slice(0, prompt))
-                module = SimpleNamespace(head_dim=keys.shape[-1])
-                stays, _ = compress(press, module, None, keys, values, None, {})
-                kept.append(kept_columns(stays[0], keys[0]))
-            yield Recording(method, method, {}, name, prompt, budget, torch.stack(kept))
-    yield from [
-        _pyramid(checkout, name, *case, beta)
-        for name in NAMES
-        for case in cases(name)
-        for beta in (20, 3)
-        if WINDOW < case[1] < case[0]
+    theirs = presses.load(checkout, "keydiff", "cur", "tova", "expected_attention", "snapkv", "pyramidkv", "adakv")
+    keydiff, cur, tova, expected, snapkv, pyramid, adakv = (
+        theirs[f"{name}Press"]
+        for name in ("KeyDiff", "CUR", "TOVA", "ExpectedAttention", "SnapKV", "PyramidKV", "AdaKV")
+    )
+    value_norm = {"leverage_type": "value", "use_local_approximation": False, "num_sinks": 0}
+    scored = [("keydiff", {}, keydiff), ("cur", {}, cur)]
+    pyramids = [
+        (label, {**KVPRESS, "window_size": 8, "pyramid_beta": float(beta)}, partial(pyramid, **SNAPKV, beta=beta))
+        for label, beta in (("pyramidkv, variant=kvpress", 20), ("pyramidkv, variant=kvpress, pyramid_beta=3", 3))
     ]
+    further = [
+        ("tova, variant=kvpress", KVPRESS, tova),
+        ("vnorm, variant=kvpress", KVPRESS, partial(cur, **value_norm)),
+        ("cur, leverage=key", {"leverage": "key"}, partial(cur, leverage_type="key")),
+        (
+            "cur, leverage=kv_avg, window_size=10",
+            {"leverage": "kv_avg", "window_size": 10},
+            partial(cur, leverage_type="kv_avg", local_window_size=10),
+        ),
+        ("cur, window_size=0", {"window_size": 0}, partial(cur, use_local_approximation=False)),
+        ("cur, head_budget=adaptive-kvpress", ADAPTIVE, lambda: adakv(cur())),
+        ("keydiff, head_budget=adaptive-kvpress", ADAPTIVE, lambda: adakv(keydiff())),
+        ("adakv, variant=kvpress", {**KVPRESS, **SNAPKV, "pooling": "avg"}, lambda: adakv(snapkv(**SNAPKV))),
+        ("snapkv, safeguard=0.5", {**ADAPTIVE, **SNAPKV, "safeguard": 0.5}, lambda: adakv(snapkv(**SNAPKV), 0.5)),
+    ]
+    unrotated = [
+        ("expected-attention", {}, expected),
+        ("expected-attention, epsilon=0.01", {"epsilon": 0.01}, partial(expected, epsilon=0.01)),
+        (
+            "expected-attention, covariance=False, future=64",
+            {"covariance": False, "future": 64},
+            partial(expected, use_covariance=False, n_future_positions=64),
+        ),
+        (
+            "expected-attention, epsilon=0.01, head_budget=adaptive-kvpress",
+            {"epsilon": 0.01, **ADAPTIVE},
+            lambda: adakv(expected(epsilon=0.01)),
+        ),
+    ]
+    for runs, names, options in (
+        (scored, NAMES, {}),
+        (pyramids, NAMES, {"rest": 0.0}),
+        (further, RANDOM, {}),
+        (unrotated, RANDOM, {"unrotated": True}),
+    ):
+        yield from presses.record(runs, names=names, **options)
+    file, name = checkout / "kvpress/presses/expected_attention_with_stats.py", "ExpectedAttentionStatsPress"
+    plain = {"dataclass": lambda cls: cls, "field": lambda **_: None}  # its parent is one
+    found = definitions(file, name, ExpectedAttentionPress=expected, **plain)
+    yield from with_statistics(found[name])
 
 
-def _pyramid(checkout: Path, name: str, prompt: int, budget: int, beta: int) -> Recording:
-    given, kept = states(name), []
-    press = SimpleNamespace(window_size=WINDOW, kernel_size=5, beta=beta, compression_ratio=1 - budget / prompt)
-    for method, file in (("score", "snapkv_press.py"), ("get_layer_budget", "pyramidkv_press.py")):
-        setattr(press, method, partial(*methods(checkout, file, method), press))
-    (compress,) = methods(checkout, "pyramidkv_press.py", "compress")
-    heads, kv_heads = given.queries.shape[1], given.keys.shape[1]
-    config = SimpleNamespace(num_hidden_layers=given.layers, num_attention_heads=heads, num_key_value_heads=kv_heads)
-    for place in range(given.layers):
-        queries, keys, values = given.layer(place, slice(0, prompt))
-        module = SimpleNamespace(head_dim=keys.shape[-1], config=config, layer_idx=place)
-        weights = attention(queries, keys).float()
-        stays, _ = compress(press, module, torch.empty(1, prompt, 1), keys, values, weights, {})
-        kept.append(kept_columns(stays[0], keys[0]))
-    label = "pyramidkv, variant=kvpress" + (f", pyramid_beta={beta}" if beta != 20 else "")
-    options = {"variant": "kvpress", "window_size": WINDOW, "pyramid_beta": float(beta)}
-    return Recording(label, "pyramidkv", options, name, prompt, budget, torch.stack(kept))
+def with_statistics(expected: type) -> Recordings:
+    """The statistics are those of the states' prompt before RoPE, without its first 4 tokens."""
+    for name in SMALL:
+        given = states(name)
+        before = given.rotary(slice(0, given.prompt)).unrotated(given.queries[:, :, : given.prompt])[:, :, 4:]
+        mean = before.mean(2)
+        centred = before - mean[:, :, None]
+        known = {"mean": mean, "covariance": centred.mT @ centred / (before.shape[2] - 1)}
+
+        def make(known: dict[str, torch.Tensor] = known) -> object:
+            press = expected()
+            press.mu, press.cov = known.values()
+            return press
+
+        for recording in presses.record([("expected-attention, calibration=", {}, make)], rest=0.5, names=[name]):
+            yield replace(recording, known=known)
 
 
 if __name__ == "__main__":
-    functions = (
-        "presses/keydiff_press.py, cur_press.py: score; scorer_press.py: ScorerPress.compress; snapkv_press.py: score; "
-        "pyramidkv_press.py: PyramidKVPress.compress, get_layer_budget"
-    )
-    run(recordings, "NVIDIA/kvpress", functions)
+    functions = "KeyDiffPress, CURPress, TOVAPress, ExpectedAttentionPress, ExpectedAttentionStatsPress, "
+    functions += "PyramidKVPress, AdaKVPress over SnapKVPress"
+    run(recordings, "NVIDIA/kvpress", f"presses: {functions}")

@@ -1,20 +1,16 @@
 """The presses of kvpress and its forks without the rest of it, over the recorded states."""
 
-import ast
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import torch
 
 from .recording import Recording, kept_columns
-from .released import repeat_kv
 from .script import Recordings, of_layers, prompts
-from .states import States, states
+from .states import NAMES, States, states
 
 Run = tuple[str, dict[str, object], Callable[[], object]]  # label, our options, what makes their press
 
@@ -35,16 +31,6 @@ def load(checkout: Path, *names: str, stand_ins: Mapping[str, object] | None = N
     for name in names:
         found |= vars(import_module(f"kvpress.presses.{name}_press"))
     return found
-
-
-def methods(checkout: Path, file: str, *names: str) -> list[Callable]:
-    """Methods of the file's classes on their own: what the file imports is not installed, or wants an older
-    transformers."""
-    tree = ast.parse((checkout / "kvpress/presses" / file).read_text())
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
-    known = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "math": math, "np": np, "repeat_kv": repeat_kv}
-    exec(compile(ast.Module(found, []), file, "exec"), known)
-    return [known[name] for name in names]
 
 
 def rotary_emb(given: States) -> Callable:
@@ -69,8 +55,8 @@ def compress(press: object, given: States, place: int, prompt: int, unrotated: b
     heads, head_dim = queries.shape[1], keys.shape[-1]
     module = SimpleNamespace(
         config=SimpleNamespace(
-            num_attention_heads=heads, num_key_value_heads=keys.shape[1], head_dim=head_dim,
-            hidden_size=heads * head_dim, _attn_implementation="sdpa",
+            num_hidden_layers=given.layers, num_attention_heads=heads, num_key_value_heads=keys.shape[1],
+            head_dim=head_dim, hidden_size=heads * head_dim, _attn_implementation="sdpa",
         ),
         head_dim=head_dim,
         num_key_value_groups=given.groups,
@@ -106,9 +92,11 @@ def set_size(press: object, prompt: int, budget: int, rest: float = 1e-3) -> Non
     getattr(press, "press", press).compression_ratio = 1 - (budget + rest) / prompt
 
 
-def record(runs: Sequence[Run], window: int = 0, rest: float = 1e-3, unrotated: bool = False) -> Recordings:
+def record(
+    runs: Sequence[Run], window: int = 0, rest: float = 1e-3, unrotated: bool = False, names: Sequence[str] = NAMES
+) -> Recordings:
     """Every run of every prompt with a budget below it and above the observation window: the option, or `window`."""
-    for name, prompt, budget in prompts():
+    for name, prompt, budget in prompts(names):
         for label, options, make in runs:
             if options.get("window_size", window) < budget < prompt:
                 set_size(press := make(), prompt, budget, rest)

@@ -13,7 +13,7 @@ from .states import RANDOM, states
 FIXTURES = {
     "q-filters": "q_filters",
     "triattention": "triattention",
-    "expected-attention": "kvpress_calibrated",
+    "expected-attention": "kvpress_keys",
 }
 
 
