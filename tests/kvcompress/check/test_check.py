@@ -248,6 +248,12 @@ class ScalesKeys(LargeEmbeddings):
 
 
 @dataclass(frozen=True)
+class ScalesKeysUnseen(ScalesKeys):
+    def score(self, tokens):
+        return tokens.attention.keys.data.mul_(0.5).norm(dim=-1).sum(1)
+
+
+@dataclass(frozen=True)
 class RemembersTokens(LargeEmbeddings):
     def score(self, tokens):
         self.before = tokens.hidden
@@ -269,7 +275,12 @@ WRONG_TOKENS = [
         r"row 0 keeps \[13, 13, 13, 13\] of 24 vision tokens per layer instead of \[12, 12",
     ),
     (NeedsAPicture, TOKEN_BATCH, r"^IndexError: .*\(test_check.py, line \d+\)$"),
-    (ScalesKeys, "the answer equals the full model's under a mask", "logits with the method differ from those of the"),
+    (ScalesKeys, TOKEN_BATCH, "^method 'wrong' changes what it is given in place: use copies$"),
+    (
+        ScalesKeysUnseen,
+        "the answer equals the full model's under a mask",
+        "logits with the method differ from those of the",
+    ),
     (
         RemembersTokens,
         TOKEN_BATCH,
@@ -292,6 +303,28 @@ def test_token_methods_of_ours_keep_every_promise_that_they_make(method, capsys)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(": ")[1] for line in lines] == list(TOKEN_PROMISES)
     assert {line[0] for line in lines} <= {"o", "-"}
+
+
+class Misspelt(Norms):
+    head_budgets = "adaptive"
+    norms = "of values"
+    _final_scores = None
+
+    def final_score(self, scores, view):
+        return -scores
+
+    def scores(self):
+        return "a helper of the score, which it defines too"
+
+
+def test_what_is_defined_under_almost_a_name_that_is_read_is_named(capsys, monkeypatch):
+    kvcompress.register_method("misspelt")(dataclass(frozen=True)(Misspelt))
+    monkeypatch.setattr(promises, "PROMISES", {})
+    assert main(["check", "misspelt"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "-       misspelt: its 'final_score' is not read (did you mean 'final_scores'?)",
+        "-       misspelt: its 'head_budgets' is not read (did you mean 'head_budget'?)",
+    ]
 
 
 def test_scores_may_be_whole_numbers():
