@@ -151,12 +151,27 @@ class Whole(Norms):
         return values.norm(dim=-1).argsort(-1)
 
 
+@dataclass(frozen=True)
+class InFp32Alone(Norms):
+    def score(self, queries, keys, values, view):
+        return (values @ torch.ones(values.shape[-1], 1))[..., 0]
+
+
+@dataclass(frozen=True)
+class OutOfRange(Norms):
+    def update_kv(self, queries, keys, values, view):
+        kept = super().update_kv(queries, keys, values, view)
+        scale = 1.0 if values.dtype == torch.float32 else torch.nan
+        return kvcompress.Kept(kept.keys, kept.values * scale, kept.indices)
+
+
 BATCH = "a row gives the same result in a padded batch as alone"
 DECODING = "a row gives the same result in a batch as alone while decoding evicts"
 RAGGED = "a row gives the same result in a batch as alone with ragged heads"
 CHUNKS = "a row gives the same result in a batch as alone in chunks"
 LINEAR = "memory is linear in the prompt"
 APART = "a KV head's scores depend on no other head"
+HALF = "a model in bfloat16 is compressed"
 MASKED = "decoding equals the full cache under a mask"
 WRONG = [
     (MeanOverPads, BATCH, r"qwen2, 50 and 31 tokens, ratio 0.3: row 1, layer 0, KV head 0: entry \d+ of 31 scores"),
@@ -187,6 +202,8 @@ WRONG = [
         r"^FrozenInstanceError: .* 'first': a method holds only options, .* \(test_check.py, line \d+\)$",
     ),
     (Imaginary, BATCH, r"^Imaginary.score returned torch.complex64: scores are real numbers$"),
+    (InFp32Alone, HALF, r"^RuntimeError: expected .*BFloat16.* \(test_check.py, line \d+\)$"),
+    (OutOfRange, HALF, "qwen2, 50 and 31 tokens, bfloat16, ratio 0.3: logits are not finite"),
     (Divides, "each row keeps its budget", r"ZeroDivisionError: division by zero \(test_check.py, line \d+\)"),
 ]
 
@@ -254,6 +271,12 @@ class ScalesKeysUnseen(ScalesKeys):
 
 
 @dataclass(frozen=True)
+class FollowsFp32(LargeEmbeddings):
+    def score(self, tokens):
+        return tokens.hidden @ torch.ones(tokens.hidden.shape[-1])
+
+
+@dataclass(frozen=True)
 class RemembersTokens(LargeEmbeddings):
     def score(self, tokens):
         self.before = tokens.hidden
@@ -275,6 +298,7 @@ WRONG_TOKENS = [
         r"row 0 keeps \[13, 13, 13, 13\] of 24 vision tokens per layer instead of \[12, 12",
     ),
     (NeedsAPicture, TOKEN_BATCH, r"^IndexError: .*\(test_check.py, line \d+\)$"),
+    (FollowsFp32, HALF, r"^RuntimeError: .*BFloat16.* \(test_check.py, line \d+\)$"),
     (ScalesKeys, TOKEN_BATCH, "^method 'wrong' changes what it is given in place: use copies$"),
     (
         ScalesKeysUnseen,
