@@ -21,9 +21,9 @@ from kvcompress.bench.shapes import SHAPES
 from kvcompress.bench.standalone import load, prompt_ids
 from kvcompress.bench.timing import table
 from kvcompress.cache.scope import States
-from kvcompress.check.promises import LargestTensor
 from kvcompress.device import peak_memory, reset_peak_memory
 from kvcompress.flag_types import label, whole
+from kvcompress.measure import LargestTensor
 
 from .driver import FOLDER, Run, new_parser, start
 

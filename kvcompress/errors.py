@@ -27,10 +27,11 @@ class MissingFile(KVCompressError):
     """A method needs a file, such as a calibration or a checkpoint, that it was not given."""
 
 
-def unknown_name(problem: str, name: object, valid: Iterable[str]) -> KVCompressError:
-    """Return the error "`problem` `name`" for a name that is not `valid`, with the nearest valid name."""
+def unknown_name(problem: str, name: object, valid: Iterable[str], hint: str = "") -> KVCompressError:
+    """Return the error "`problem` `name`" for a name that is not `valid`, with a hint, or the nearest valid name."""
     valid = sorted(valid)
-    return KVCompressError(f"{problem} {shown(name)}{nearest(name, valid)}; valid: {', '.join(valid) or 'none'}")
+    hint = hint or nearest(name, valid)
+    return KVCompressError(f"{problem} {shown(name)}{hint}; valid: {', '.join(valid) or 'none'}")
 
 
 def nearest(name: object, valid: Iterable[str]) -> str:

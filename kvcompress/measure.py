@@ -1,9 +1,12 @@
-"""The cost of one `generate` call: time to first token, time per output token, KV bytes, peak memory."""
+"""The cost of one `generate` call: time to first token, time per output token, KV bytes, peak memory; and the largest
+tensor of any code."""
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from .device import device_of, peak_memory, reset_peak_memory, synchronise
@@ -125,3 +128,19 @@ def answer_lengths(new: torch.LongTensor, eos_token_id: int | list[int] | None) 
     ends = torch.isin(new, torch.tensor(eos_token_id, device=new.device))
     before = (ends.cumsum(1) == 0).sum(1)
     return (before + ends.any(1)).tolist()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most elements that any operation returned, except a model's weights and views of them."""
+
+    def __init__(self, model: torch.nn.Module | None = None):
+        super().__init__()
+        self.numel = 0
+        self.weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()} if model else set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.weights:
+                self.numel = max(self.numel, tensor.numel())
+        return result

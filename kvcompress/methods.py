@@ -124,6 +124,15 @@ def _check_seen(cls: type[Method]) -> None:
             )
 
 
+def untyped(cls: type, name: str) -> str:
+    """Return a hint for an error about an option, if a class has an attribute of its name that lacks a type."""
+    if name.startswith("_") or callable(getattr(cls, name, print)):
+        return ""
+    if any(name in get_annotations(each) for each in cls.__mro__):
+        return ""
+    return f" ({cls.__name__}.{name} has no type, so it is no option)"
+
+
 def _check_variants(cls: type[Method], method: str, options: dict[str, object]) -> None:
     """Raise KVCompressError unless each variant except the default has its own changes in `by_variant`."""
     names = get_args(get_type_hints(cls).get("variant")) if "variant" in options else ()
@@ -225,5 +234,5 @@ def make_method(method: str | None, **options: object) -> Method:
     info = method_info(method)
     for option in options:
         if option not in info.options:
-            raise unknown_name(f"method {info.name!r} has no option", option, info.options)
+            raise unknown_name(f"method {info.name!r} has no option", option, info.options, untyped(info.cls, option))
     return validated(info.cls, f"method {info.name!r}: option", {**info.options, **options})

@@ -16,11 +16,12 @@ from ..cache.scope import States
 from ..cache_name import CACHE
 from ..clusters.base import make_cluster
 from ..clusters.calibrated import CalibratedKVCluster, options_of
-from ..errors import KVCompressError
+from ..errors import KVCompressError, one_line
 from ..hooks.model import text_decoder, unwrapped
 from ..hooks.rotary import watch_rotary
 from ..hooks.session import attach
 from ..methods import list_methods, method_info
+from ..scoring.returned import unchanged
 from .files import Calibration, ModelIdentity, check_tensors
 
 Sums = dict[str, torch.Tensor]
@@ -101,7 +102,11 @@ def _read(
         place = layer.choice.place
         queries, keys = states.queries, states.keys
         view = layer.choice.view(cache.announced, cache.announced.lengths, states, None)
-        found = cluster.gather(queries, keys, states.values, view)
+        asked = f"{type(cluster).__name__}.gather"
+        with unchanged(asked, queries, keys, states.values):
+            found = cluster.gather(queries, keys, states.values, view)
+        if not isinstance(found, dict) or not all(isinstance(part, torch.Tensor) for part in found.values()):
+            raise KVCompressError(f"{asked} returned {one_line(found, 80)}: it must be a dict of tensors")
         gathered[place] = {key: part.cpu().double() for key, part in found.items()}
         sizes[place] = queries.shape[1], keys.shape[1], keys.shape[3]
         store()

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,12 +44,15 @@ def main(arguments: list[str]) -> int:
     if size := {"ratio", "budget"} & options.keys():
         raise KVCompressError(f"{size.pop()}= is not for check, which uses its own ratio")
     file = Path(given.what).expanduser().absolute() if given.what.endswith(".py") else None
+    from ..methods import method_info
     from .promises import PROMISES, NotAsked
     from .token_promises import TOKEN_PROMISES
 
     broken = 0
     with tempfile.TemporaryDirectory(prefix="kvcompress-check-") as folder:
         for checked in methods_of(file, given.what, options, given.seed, Path(folder)):
+            for name, near in unread(method_info(checked.method).cls).items():
+                print(f"-       {checked.method}: its {name!r} is not read (did you mean {near!r}?)", flush=True)
             for promise, check in (TOKEN_PROMISES if checked.policy.tokens else PROMISES).items():
                 try:
                     reason = failure(check, checked)
@@ -103,6 +107,14 @@ def methods_of(file: Path | None, name: str, options: dict[str, str], seed: int,
             if reason := failure(partial(calibrate_all, folder=folder), found[-1]):
                 raise KVCompressError(f"method {method!r} cannot be calibrated: {reason}")
     return found
+
+
+def unread(cls: type) -> dict[str, str]:
+    """Return name -> nearest, for what a user's class defines under almost a name of its base class, so in vain."""
+    own = {name for each in cls.__mro__ if not each.__module__.startswith("kvcompress.") for name in vars(each)}
+    known = {name for each in cls.__mro__ if each.__module__.startswith("kvcompress.") for name in dir(each)}
+    near = {name: get_close_matches(name, known - own, n=1, cutoff=0.85) for name in sorted(own - known)}
+    return {name: found[0] for name, found in near.items() if found and not name.startswith("_")}
 
 
 def calibrate_all(checked: "Checked", folder: Path) -> None:

@@ -1,14 +1,14 @@
 """The promises of every method: functions that raise Broken if one is not kept, NotAsked if it is not made."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from ..cache.cache import CompressedCache
@@ -16,6 +16,7 @@ from ..cache_name import CACHE
 from ..clusters.base import KVCluster
 from ..errors import KVCompressError
 from ..hooks.session import Session, compress
+from ..measure import LargestTensor
 from ..policy.make import make_policy
 from ..policy.policy import Policy
 from ..scoring.layer_view import LayerView
@@ -240,6 +241,15 @@ def a_head_is_scored_by_itself(checked: Checked) -> None:
             generate(tried.model, tried.inputs, 1)
 
 
+def takes_sixteen_bits(checked: Checked) -> None:
+    for tried in checked.tried:
+        half = replace(tried, model=copy.deepcopy(tried.model).bfloat16())
+        with checked.compress(half):
+            _, logits = generate(half.model, half.inputs, 2)
+        if not bool(logits.isfinite().all()):
+            raise Broken(f"{tried}, bfloat16, ratio {RATIO}: logits are not finite")
+
+
 def memory_is_linear_in_the_prompt(checked: Checked) -> None:
     """Scoring creates no tensor of queries x keys."""
     model, largest = checked.tried[0].model, []
@@ -270,6 +280,7 @@ PROMISES: dict[str, Callable[[Checked], None]] = {
     "a second prompt sees the kept entries": a_second_turn_sees_what_was_kept,
     "the same prompt keeps the same entries": chooses_the_same_twice,
     "a KV head's scores depend on no other head": a_head_is_scored_by_itself,
+    "a model in bfloat16 is compressed": takes_sixteen_bits,
     "memory is linear in the prompt": memory_is_linear_in_the_prompt,
 }
 
@@ -382,19 +393,3 @@ class History(StoppingCriteria):
         cache = self.session.cache
         self.kept[cache.seen_tokens] = [cache.kept_indices(layer) for layer in range(len(cache.layers))]
         return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the most elements that any operation returned, except a model's weights and views of them."""
-
-    def __init__(self, model: torch.nn.Module | None = None):
-        super().__init__()
-        self.numel = 0
-        self.weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()} if model else set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.weights:
-                self.numel = max(self.numel, tensor.numel())
-        return result

@@ -14,7 +14,15 @@ from ..policy.make import make_policy
 from ..policy.policy import Policy
 from ..tokens import TokenMethod, Tokens
 from .models import IMAGE, VIDEO, Tried, picture, prompts, tiled_model, tiled_picture, tiled_video, video, vision_model
-from .promises import NEW, Broken, Checked, NotAsked, ratio_one_is_the_full_cache, same_logits
+from .promises import (
+    NEW,
+    Broken,
+    Checked,
+    NotAsked,
+    ratio_one_is_the_full_cache,
+    same_logits,
+    takes_sixteen_bits,
+)
 from .reference import generate, hidden_from
 
 LAYERS = 4
@@ -153,4 +161,5 @@ TOKEN_PROMISES: dict[str, Callable[[CheckedTokens], None]] = {
     "the answer equals the full model's under a mask": answers_as_if_dropped_tokens_were_hidden,
     "a row gives the same result in a padded batch as alone": a_row_is_as_alone,
     "the same prompt keeps the same tokens": chooses_the_same_twice,
+    "a model in bfloat16 is compressed": takes_sixteen_bits,
 }

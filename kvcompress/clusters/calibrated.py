@@ -8,7 +8,7 @@ import torch
 
 from ..calibration import files
 from ..command_line import called
-from ..errors import KVCompressError, MissingFile
+from ..errors import KVCompressError, MissingFile, unknown_name
 from ..layer_budgets import LayerBudget
 from ..methods import name_of
 from ..scoring.layer_view import LayerView
@@ -71,7 +71,10 @@ class CalibratedKVCluster(KVCluster):
         """Return a `calibrated` tensor for all layers, in fp32 on the CPU."""
         if self.calibration_file is None:
             raise KVCompressError(f"{type(self).__name__} needs calibration=FILE")
-        return files.load(self.calibration_file).tensors[name]
+        tensors = files.load(self.calibration_file).tensors
+        if name not in tensors:
+            raise unknown_name(f"{type(self).__name__}: calibrated has no tensor", name, tensors)
+        return tensors[name]
 
 
 def check_calibration(cluster: KVCluster, method: str) -> None:

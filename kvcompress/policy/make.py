@@ -8,7 +8,7 @@ from ..clusters.calibrated import check_calibration
 from ..clusters.learned import check_checkpoint
 from ..errors import KVCompressError, unknown_name, validated
 from ..kernels.quantization import PACKAGES, check_bits
-from ..methods import MethodInfo, list_methods, make_method, method_info, method_name
+from ..methods import MethodInfo, list_methods, make_method, method_info, method_name, untyped
 from ..scoring.budget import Budget
 from ..scoring.merging import MERGES
 from ..scoring.selection import ADAPTIVE
@@ -43,7 +43,7 @@ def make_policy(
     valid = all_options(info, scorer)
     for name in options:
         if name not in valid:
-            raise unknown_name(f"method {info.name!r} has no option", name, valid)
+            raise unknown_name(f"method {info.name!r} has no option", name, valid, untyped(info.cls, name))
     preset = options.pop("preset", None)
     if preset is not None:
         preset = str(preset)  # a command line reads 192 as a number

@@ -27,6 +27,7 @@ import kvcompress
 from kvcompress import KVCompressError
 from kvcompress.calibration.files import BUNDLED as BUNDLED_CALIBRATIONS
 from kvcompress.errors import plain_number, shown, unknown_name
+from kvcompress.methods import untyped
 
 from .input_methods import INPUT_METHODS, Compression, choose, method_info, method_options
 
@@ -301,7 +302,8 @@ def split_arguments(
                 f"{name!r} is an option of {', '.join(owners)}, not of {asked}; valid: {', '.join(options) or 'none'}"
             )
         valid = {*valid - {"pretrained"}, *others, *options}
-        raise unknown_name(f"neither the model nor {asked} has an argument", name, valid)
+        hints = (untyped(info.cls, name) for info in infos)
+        raise unknown_name(f"neither the model nor {asked} has an argument", name, valid, "".join(hints))
     own = {name: value for name, value in given.items() if name not in options}
     return own, {name: value for name, value in given.items() if name in options}
 

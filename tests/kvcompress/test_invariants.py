@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
 import kvcompress
-from kvcompress.check.promises import LargestTensor
 from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.layer_budgets import layer_budget, list_layer_budgets
+from kvcompress.measure import LargestTensor
 from kvcompress.scoring.merging import MERGES
 from kvcompress.scoring.rotary import Rotary
 from tests import fuzz

@@ -10,6 +10,7 @@ import torch
 import kvcompress
 from kvcompress import KVCompressError, methods
 from kvcompress.check.command import main as check_main
+from kvcompress.policy.make import make_policy
 from tests.support.docs import DOCS, python_blocks
 from tests.support.families import FAMILIES
 
@@ -285,6 +286,17 @@ def test_a_subclass_may_add_an_option_or_change_a_default_or_only_the_score(writ
     found = kvcompress.list_methods()
     assert [found[name].options["window_size"] for name in ("mine", "mine-2", "mine-3")] == [32, 4, 32]
     assert found["mine"].options["half"] == 4
+
+
+def test_an_option_without_a_type_is_named_where_it_is_given(write):
+    write(mine=DEFINITION.replace("window_size: int = 8", "window_size = 8"))
+    said = r"has no option 'window_size' \(ValueNormKVCluster.window_size has no type, so it is no option\); valid: "
+    with pytest.raises(KVCompressError, match=said):
+        make_policy("value-norm", 0.5, window_size=4)
+    with pytest.raises(KVCompressError, match=said):
+        methods.make_method("value-norm", window_size=4)
+    with pytest.raises(KVCompressError, match=r"has no option 'scor' \(did you mean 'scorer'"):
+        make_policy("value-norm", 0.5, scor=4)
 
 
 def test_a_type_by_which_no_value_can_be_checked_is_one_line(write):

@@ -267,3 +267,30 @@ def test_a_method_that_gathers_nothing_cannot_be_calibrated(registry):
     model = FAMILIES["qwen2"].build()
     with pytest.raises(TypeError, match="IdleKVCluster does not define gather"):
         kvcompress.calibrate(model, "test-gathers-nothing", text_prompts(model))
+
+
+@pytest.mark.parametrize(
+    ("gathered", "said"),
+    [
+        (lambda keys: None, "Wrong.gather returned None: it must be a dict of tensors"),
+        (lambda keys: [keys], r"Wrong.gather returned \[tensor\(.*: it must be a dict of tensors"),
+        (lambda keys: {"mean": 3.0}, "Wrong.gather returned {'mean': 3.0}: it must be a dict of tensors"),
+        (lambda keys: {"mean": keys.mul_(0.5)}, "Wrong.gather changes what it is given in place: use copies"),
+    ],
+)
+def test_what_is_gathered_wrongly_is_one_line(gathered, said, registry):
+    gather = {"gather": lambda self, queries, keys, values, view: gathered(keys)}
+    kvcompress.register_method("wrong-gather")(type("Wrong", (CalibratedKVCluster,), gather))
+    model = FAMILIES["llama"].build()
+    with pytest.raises(kvcompress.KVCompressError, match=f"^{said}$") as caught:
+        kvcompress.calibrate(model, "wrong-gather", text_prompts(model, 1))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tensor_that_a_calibration_lacks_is_named():
+    model = FAMILIES["llama"].build()
+    cluster = make_cluster("q-filters", calibration=calibration_file("q-filters", model))
+    with pytest.raises(
+        kvcompress.KVCompressError, match=r"^QFiltersKVCluster: calibrated has no tensor 'filter' \(did"
+    ):
+        cluster.known_whole("filter")

@@ -151,12 +151,27 @@ class Whole(Norms):
         return values.norm(dim=-1).argsort(-1)
 
 
+@dataclass(frozen=True)
+class InFp32Alone(Norms):
+    def score(self, queries, keys, values, view):
+        return (values @ torch.ones(values.shape[-1], 1))[..., 0]
+
+
+@dataclass(frozen=True)
+class OutOfRange(Norms):
+    def update_kv(self, queries, keys, values, view):
+        kept = super().update_kv(queries, keys, values, view)
+        scale = 1.0 if values.dtype == torch.float32 else torch.nan
+        return kvcompress.Kept(kept.keys, kept.values * scale, kept.indices)
+
+
 BATCH = "a row gives the same result in a padded batch as alone"
 DECODING = "a row gives the same result in a batch as alone while decoding evicts"
 RAGGED = "a row gives the same result in a batch as alone with ragged heads"
 CHUNKS = "a row gives the same result in a batch as alone in chunks"
 LINEAR = "memory is linear in the prompt"
 APART = "a KV head's scores depend on no other head"
+HALF = "a model in bfloat16 is compressed"
 MASKED = "decoding equals the full cache under a mask"
 WRONG = [
     (MeanOverPads, BATCH, r"qwen2, 50 and 31 tokens, ratio 0.3: row 1, layer 0, KV head 0: entry \d+ of 31 scores"),
@@ -187,6 +202,8 @@ WRONG = [
         r"^FrozenInstanceError: .* 'first': a method holds only options, .* \(test_check.py, line \d+\)$",
     ),
     (Imaginary, BATCH, r"^Imaginary.score returned torch.complex64: scores are real numbers$"),
+    (InFp32Alone, HALF, r"^RuntimeError: expected .*BFloat16.* \(test_check.py, line \d+\)$"),
+    (OutOfRange, HALF, "qwen2, 50 and 31 tokens, bfloat16, ratio 0.3: logits are not finite"),
     (Divides, "each row keeps its budget", r"ZeroDivisionError: division by zero \(test_check.py, line \d+\)"),
 ]
 
@@ -248,6 +265,18 @@ class ScalesKeys(LargeEmbeddings):
 
 
 @dataclass(frozen=True)
+class ScalesKeysUnseen(ScalesKeys):
+    def score(self, tokens):
+        return tokens.attention.keys.data.mul_(0.5).norm(dim=-1).sum(1)
+
+
+@dataclass(frozen=True)
+class FollowsFp32(LargeEmbeddings):
+    def score(self, tokens):
+        return tokens.hidden @ torch.ones(tokens.hidden.shape[-1])
+
+
+@dataclass(frozen=True)
 class RemembersTokens(LargeEmbeddings):
     def score(self, tokens):
         self.before = tokens.hidden
@@ -269,7 +298,13 @@ WRONG_TOKENS = [
         r"row 0 keeps \[13, 13, 13, 13\] of 24 vision tokens per layer instead of \[12, 12",
     ),
     (NeedsAPicture, TOKEN_BATCH, r"^IndexError: .*\(test_check.py, line \d+\)$"),
-    (ScalesKeys, "the answer equals the full model's under a mask", "logits with the method differ from those of the"),
+    (FollowsFp32, HALF, r"^RuntimeError: .*BFloat16.* \(test_check.py, line \d+\)$"),
+    (ScalesKeys, TOKEN_BATCH, "^method 'wrong' changes what it is given in place: use copies$"),
+    (
+        ScalesKeysUnseen,
+        "the answer equals the full model's under a mask",
+        "logits with the method differ from those of the",
+    ),
     (
         RemembersTokens,
         TOKEN_BATCH,
@@ -292,6 +327,28 @@ def test_token_methods_of_ours_keep_every_promise_that_they_make(method, capsys)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(": ")[1] for line in lines] == list(TOKEN_PROMISES)
     assert {line[0] for line in lines} <= {"o", "-"}
+
+
+class Misspelt(Norms):
+    head_budgets = "adaptive"
+    norms = "of values"
+    _final_scores = None
+
+    def final_score(self, scores, view):
+        return -scores
+
+    def scores(self):
+        return "a helper of the score, which it defines too"
+
+
+def test_what_is_defined_under_almost_a_name_that_is_read_is_named(capsys, monkeypatch):
+    kvcompress.register_method("misspelt")(dataclass(frozen=True)(Misspelt))
+    monkeypatch.setattr(promises, "PROMISES", {})
+    assert main(["check", "misspelt"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "-       misspelt: its 'final_score' is not read (did you mean 'final_scores'?)",
+        "-       misspelt: its 'head_budgets' is not read (did you mean 'head_budget'?)",
+    ]
 
 
 def test_scores_may_be_whole_numbers():

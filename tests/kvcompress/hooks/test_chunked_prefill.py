@@ -13,9 +13,9 @@ import kvcompress
 from kvcompress.cache.choice import Choice
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.new_tokens import NewTokens
-from kvcompress.check.promises import LargestTensor
 from kvcompress.check.reference import attended, attending_by, generate
 from kvcompress.errors import KVCompressError
+from kvcompress.measure import LargestTensor
 from kvcompress.policy.make import make_policy
 from tests import fuzz
 from tests.support.answers import answer
