@@ -96,9 +96,10 @@ def cells_of(row: dict[str, Any], spread: bool = True) -> list[str]:
         return "" if row[name] is None else format(scale * row[name]["median"], text)
 
     def spread_out(name: str, scale: float = 1) -> str:
-        if row[name] is None or not spread:
-            return "" if row[name] is None else short(scale * row[name]["median"])
-        return cell({key: scale * value for key, value in row[name].items()})
+        if row[name] is None:
+            return ""
+        taken = {key: scale * value for key, value in row[name].items()}
+        return cell(taken) if spread else short(taken["median"])
 
     return [
         *place,

@@ -171,8 +171,7 @@ class SlotLayer(DecodingLayer):
 
     @property
     def nbytes(self) -> int:
-        latest = 0 if self._latest is None else self._latest.nbytes
-        return latest + (0 if self.storage is None else self.storage.nbytes)
+        return sum(part.nbytes for part in (self._latest, self.storage) if part is not None)
 
     # -- a decode step
 
@@ -318,7 +317,7 @@ class SlidingSlotLayer(DecodingLayer):
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.counts is None else self.keys.nbytes + self.values.nbytes
+        return sum(part.nbytes for part in (self.keys, self.values) if part is not None)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         with torch.no_grad():

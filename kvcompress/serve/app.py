@@ -148,7 +148,7 @@ class Server:
             raise HTTPException(499, "the request was cancelled")
         if update is None and job.error is not None:
             raise HTTPException(500, said(job.error))
-        if update is None or job.is_cancelled:
+        if update is None:
             raise HTTPException(503, said(self.worker.error or "the server is ending"))
         if update.error is not None:
             raise HTTPException(400 if isinstance(update.error, KVCompressError) else 500, said(update.error))

@@ -181,7 +181,7 @@ class Prompts:
         if wanted is not None and wanted > self.max_tokens:
             raise HTTPException(400, f"max_tokens: {wanted} exceeds this server's {self.max_tokens}")
         if left < (wanted or 1):
-            raise HTTPException(400, f"{tokens_in} tokens of prompt and {wanted or 1} new ones exceed {longest}")
+            raise HTTPException(400, f"a prompt of {tokens_in} tokens and {wanted or 1} of the answer exceed {longest}")
         return wanted or min(left, self.max_tokens)
 
 

@@ -18,7 +18,7 @@ MOST_ERRORS = 3
 
 @dataclass(eq=False)
 class Job:
-    """A request to the worker, which calls both functions in its own thread.
+    """A request to the worker, which calls `on_tokens` in its own thread, and `on_end` in any.
 
     Attributes:
         inputs: model inputs of one prompt.
@@ -26,7 +26,7 @@ class Job:
         seed: as in `Request`.
         on_tokens: as in `Request`.
         on_end: called once with the answer; with None if the job was cancelled before it had a slot, if its run ended
-            with an `error`, or if the worker has ended.
+            with an `error`, or if the worker is closed.
         is_cancelled: whether nobody waits for the answer any more.
         error: what ended the run that this job was in.
     """
@@ -73,13 +73,16 @@ class Worker:
         self._thread.start()
 
     def close(self) -> None:
-        """Cancel all jobs, and take no more."""
+        """End all jobs, and take no more. The thread ends with the next token."""
         with self._changed:
             self.is_closing = True
-            jobs = [*self._waiting, *self._taken.values()]
+            left = [*self._taken.values(), *self._waiting]
+            self._taken.clear()
+            self._waiting.clear()
             self._changed.notify()
-        for job in jobs:
-            self.cancel(job)
+        for job in left:
+            job.is_cancelled = True
+            job.on_end(None)
 
     def stop(self) -> None:
         """Close, and wait for the end of the thread."""
@@ -132,26 +135,24 @@ class Worker:
                     self.error = error
                 else:
                     self._fail(error)
-        with self._changed:
-            self.is_closing = True
-            left = [*self._taken.values(), *self._waiting]
-            self._taken.clear()
-            self._waiting.clear()
-        for job in left:
-            job.on_end(None)
+        self.close()
 
     def _answer(self, session: Session) -> None:
         """Answer the jobs that wait, and those that come meanwhile."""
         self._run = session.generate_many(_Arrivals(self), **self.settings)
         for answer in self._run:
             self._errors = 0
-            self._taken.pop(answer.index).on_end(answer)
+            with self._changed:
+                job = self._taken.pop(answer.index, None)
+            if job is not None:  # else the worker was closed
+                job.on_end(answer)
         self._run = None
 
     def _fail(self, error: Exception) -> None:
         """End the jobs of a run that is over."""
-        taken = [*self._taken.values()]
-        self._taken.clear()
+        with self._changed:
+            taken = [*self._taken.values()]
+            self._taken.clear()
         for job in taken:
             job.error = error
             job.on_end(None)

@@ -6,7 +6,7 @@ import json
 import socket
 import struct
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 
 import httpx
@@ -448,11 +448,10 @@ def test_a_worker_that_has_ended_is_not_healthy(alone, monkeypatch, capsys):
 
 
 def test_answers_that_are_not_there_when_the_server_has_ended_are_an_error(monkeypatch, long, caplog):
-    server, on_tokens = loaded("--slots", "1"), app.Reply.on_tokens
+    server, on_tokens, released = loaded("--slots", "1"), app.Reply.on_tokens, threading.Event()
 
-    def held(self, tokens):
-        if len(tokens) == 3:
-            until(lambda: server.worker.is_closing)
+    def held(self, tokens):  # as a pass over a long prompt may
+        assert len(tokens) < 3 or released.wait(20)
         return on_tokens(self, tokens)
 
     monkeypatch.setattr(app.Reply, "on_tokens", held)
@@ -462,6 +461,7 @@ def test_answers_that_are_not_there_when_the_server_has_ended_are_an_error(monke
         until(lambda: server.worker.running == 1)
         waiting = pool.submit(httpx.post, url, json=body())
         until(lambda: server.worker.waiting == 1)
+        pool.submit(wait, [running, waiting]).add_done_callback(lambda _: released.set())
     *begun, last = [json.loads(line.removeprefix("data: ")) for line in running.result().iter_lines() if line]
     assert begun[-1]["choices"][0]["delta"]["content"]
     for status, answer in (
