@@ -9,9 +9,11 @@ from transformers import (
     DogeConfig,
     DogeForCausalLM,
     DynamicCache,
+    Ernie4_5_VLMoeConfig,
     FalconH1Config,
     GPTNeoConfig,
     GraniteConfig,
+    LlavaConfig,
     MistralConfig,
     MptConfig,
     Olmo2Config,
@@ -25,7 +27,8 @@ from transformers import (
 )
 
 import kvcompress
-from kvcompress.check.reference import generate
+from kvcompress.check.reference import generate, hidden_from
+from kvcompress.check.token_promises import kept_columns
 from kvcompress.scoring.vision import frame_tokens
 from tests import family_table
 from tests.family_table import (
@@ -135,6 +138,57 @@ def vip_llava(text: dict) -> VipLlavaConfig:
 def test_a_family_that_is_not_listed_works_if_its_attention_goes_through_the_interface(family, kind, monkeypatch):
     monkeypatch.setitem(families.MORE_FAMILIES, family.name, family)
     check(family, kind, "snapkv")
+
+
+def ernie_vl(text: dict) -> Ernie4_5_VLMoeConfig:
+    """Vision tokens have experts of their own."""
+    return Ernie4_5_VLMoeConfig(
+        text_config={
+            **text,
+            **families.EXPERTS,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": [32, 32],
+            "moe_num_shared_experts": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+        },
+        vision_config={**families.QWEN_TOWER, "patch_size": 14},
+        image_token_id=IMAGE,
+    )
+
+
+def ministral_3(text: dict) -> LlavaConfig:
+    """Queries are scaled by their position."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8}
+    return LlavaConfig(
+        text_config={
+            **text,
+            "model_type": "ministral3",
+            "head_dim": families.HEAD_DIM,
+            "rope_parameters": {**rope, "llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        vision_config=MORE_FAMILIES["llava-1.5"].make_config(text).vision_config,
+        image_token_index=IMAGE,
+    )
+
+
+@pytest.mark.parametrize("make", [ernie_vl, ministral_3])
+def test_a_token_method_shortens_everything_that_a_layer_gets_for_each_token(make, monkeypatch):
+    """Which tokens are an image's, and their positions."""
+    family = Family(make.__name__, make, "small")
+    monkeypatch.setitem(families.MORE_FAMILIES, family.name, family)
+    model = family.build()
+    inputs = family.inputs(model, [30, 22])
+    ids = inputs["input_ids"]
+    ids[:, 11:19] = IMAGE
+    if make is ernie_vl:
+        inputs["moe_mm_token_type_ids"] = (ids == IMAGE).int()
+    with kvcompress.compress(model, "fastv", 0.5, layer=1) as session:
+        tokens, logits = generate(model, inputs, 3)
+    with hidden_from(model, kept_columns(session.cache)):
+        _, expected = generate(model, inputs, 3, tokens)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert session.cache.realised_ratios()[1][0] < 1
 
 
 @pytest.mark.parametrize(

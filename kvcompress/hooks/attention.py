@@ -112,7 +112,8 @@ def check_came_through(module: torch.nn.Module) -> None:
     if not is_in_pass():
         raise KVCompressError(
             "a forward pass bypassed kvcompress: inside compress(...) or attach(...), call the model itself "
-            "(model(...) or model.generate(...)), not its forward or a part of it"
+            "(model(...) or model.generate(...)), not its forward or a part of it; if its generate calls a part's, as "
+            "BLIP-2's does its language_model's, compress that part"
         )
 
 

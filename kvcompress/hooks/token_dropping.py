@@ -156,10 +156,16 @@ class Pruning:
                 hidden = self._choose(index, hidden)
                 self.mask = self._mask(kwargs.get("attention_mask"))
             self.hidden = hidden
-            embeddings = tuple(self._left(part) for part in kwargs["position_embeddings"])
-            # To flash attention, gaps between position ids look like several packed sequences; the embeddings already
-            # hold the rotation.
-            kwargs = {**kwargs, "position_embeddings": embeddings, "position_ids": None}
+            per_column = {
+                name: self._left(given[..., None])[..., 0]
+                for name, given in kwargs.items()
+                if name == "position_ids" and given is not None or _is_per_column(given, self.whole.columns)
+            }
+            kwargs = {**kwargs, **per_column}
+            if (embeddings := kwargs.get("position_embeddings")) is not None:
+                kwargs["position_embeddings"] = tuple(self._left(part) for part in embeddings)
+            if "flash" in self.base:  # to it, gaps between position ids look like several packed sequences
+                kwargs["position_ids"] = None
             kwargs["attention_mask"] = base_mask_format(self.base, self.mask, hidden.dtype)
             kwargs.pop("hidden_states", None)
             return (self._left(hidden), *rest), kwargs
@@ -225,3 +231,8 @@ class Pruning:
             return mask
         itself = torch.eye(left, dtype=torch.bool, device=device)  # a pad query sees itself, so its softmax is defined
         return mask & ~pad_columns(self.padding, left)[:, :, None] | itself
+
+
+def _is_per_column(given: object, columns: int) -> bool:
+    """Whether an argument of a layer holds one value for each token, (batch or 1, columns)."""
+    return isinstance(given, torch.Tensor) and given.ndim == 2 and given.shape[1] == columns
