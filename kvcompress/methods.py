@@ -66,9 +66,9 @@ def method_name(name: str) -> str:
 
 
 def register_method(name: str) -> Callable[[MethodClass], MethodClass]:
-    """Class decorator that registers a method's dataclass as `method=name`. The name must not be taken.
+    """Class decorator that registers a method's dataclass as `method=name`.
 
-    It names a folder of results and is a word of lists: it has no slash and no comma."""
+    Raises KVCompressError for a name that is taken or has a slash or comma, and for an option without a default."""
 
     def register(cls: MethodClass) -> MethodClass:
         key = method_name(name)
