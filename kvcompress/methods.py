@@ -70,9 +70,10 @@ def method_name(name: str) -> str:
 
 
 def register_method(name: str) -> Callable[[MethodClass], MethodClass]:
-    """Class decorator that registers a method's dataclass as `method=name`. The name must not be taken.
+    """Class decorator that registers a method's dataclass as `method=name`.
 
-    It names a folder of results, is a word of lists, and goes before the options in `NAME:OPTION=VALUE`."""
+    Raises KVCompressError for a name that is taken, a word of commands, or unfit for folders, lists and
+    `NAME:OPTION=VALUE`; and for an option without a default or type."""
     if not isinstance(name, str):
         raise KVCompressError('register_method takes the name of the method: @register_method("value-norm")')
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def parser(further: Callable[[Any], None] | None = None) -> argparse.ArgumentParser:
     """Create the parser; `further` adds flags to the group of sources, of which exactly one must be given."""
-    this = Parser("calibrate", description=__doc__.partition(": ")[2])
+    this = Parser("calibrate", description=__doc__)
     this.add_argument("model", type=label, help="hub id or local path")
     this.add_argument("options", nargs="*", type=label, metavar="OPTION=VALUE", help="options of the method")
     this.add_argument("--method", type=label, required=True, help="a calibrated method")

@@ -1,4 +1,4 @@
-"""`kvcompress export`: a method as settings of a serving engine, and what the engine does differently."""
+"""`kvcompress export`: translate a method into settings of a serving engine, and say what that does differently."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ SETTINGS = ".json"  # of the settings' file beside a calibration
 
 
 def parser() -> argparse.ArgumentParser:
-    this = Parser("export", description=__doc__.partition(": ")[2])
+    this = Parser("export", description=__doc__)
     this.add_argument("method", type=label, metavar="METHOD", help="a method that the engine has")
     this.add_argument("ratio", type=fraction, metavar="RATIO", help="the fraction kept, in (0, 1]")
     this.add_argument("options", nargs="*", type=label, metavar="OPTION=VALUE", help="options of the method")

@@ -100,7 +100,7 @@ def compress(
 
 
 def attach(model: PreTrainedModel) -> "Session":
-    """Connect only, for generations that pass their own `CompressedCache` as `past_key_values`."""
+    """Return a session whose generations pass a `CompressedCache` of their own as `past_key_values`."""
     return Session(model, None)
 
 

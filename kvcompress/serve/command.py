@@ -23,7 +23,7 @@ GRACE_S = 5  # seconds in which answers may end after the server is asked to end
 
 
 def parser() -> argparse.ArgumentParser:
-    this = Parser("serve", description=__doc__.partition(": ")[2])
+    this = Parser("serve", description=__doc__)
     add = this.add_argument
     add("model", type=label, help="hub id or local path")
     add("method", type=label)

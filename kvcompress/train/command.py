@@ -18,7 +18,7 @@ METHODS = ["duoattention", "fastkvzip", "kvzap"]  # each is a module of this pac
 
 
 def parser() -> argparse.ArgumentParser:
-    this = Parser("train", description=__doc__.partition(": ")[2])
+    this = Parser("train", description=__doc__)
     this.add_argument("method", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
     this.add_argument("model", type=label, help="hub id or local path")
     this.add_argument(

@@ -1,4 +1,4 @@
-"""`kvcompress heatmap`: scores by two columns of a task's questions, such as length and depth.
+"""`kvcompress heatmap`: draw scores by two columns of a task's questions, such as length and depth.
 
 For the tasks of `kvcompress long-pack` the columns are the prompt's length and the needle's depth; any columns of a
 task will do. Beside the cells, the command writes `heatmap-<x>-<y>[-...].png`, with a panel for each method and ratio,

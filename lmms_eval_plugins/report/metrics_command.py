@@ -1,4 +1,4 @@
-"""`kvcompress metrics`: metrics of a grid of methods and ratios, and paired comparisons of two of them."""
+"""`kvcompress metrics`: compute metrics of a grid of methods and ratios, and paired comparisons of two of them."""
 
 import argparse
 
@@ -7,7 +7,7 @@ from kvcompress.flag_types import folder, fraction, label, number
 
 
 def parser() -> argparse.ArgumentParser:
-    this = Parser("metrics", description=__doc__.partition(": ")[2])
+    this = Parser("metrics", description=__doc__)
     add = this.add_argument
     add("folders", type=folder, nargs="+", metavar="results/TASK/MODEL", help="one folder per task, of the same model")
     add("--compare", nargs=2, type=label, metavar=("A", "B"), help="paired test of two methods, or one and `full`")
