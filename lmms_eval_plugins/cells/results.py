@@ -163,9 +163,15 @@ def incomplete_reason(folder: Path, fingerprint: dict[str, Any], unknown: tuple[
         return f"{Path(error.filename).name} is missing"
     except DamagedFile as error:
         return str(error)
-    stored, wanted = results.get("fingerprint"), json.loads(dumps(fingerprint))
-    if not isinstance(stored, dict):
+    if not isinstance(results.get("fingerprint"), dict):
         return f"{RESULTS_FILE} is damaged: no fingerprint"
+    return changed_since(results["fingerprint"], fingerprint, unknown)
+
+
+def changed_since(stored: dict[str, Any], fingerprint: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
+    """Say in what a cell's `stored` fingerprint differs from another; None if in nothing. `unknown`: as in
+    `incomplete_reason`."""
+    wanted = json.loads(dumps(fingerprint))
     compared = {*stored, *wanted}.difference(unknown)
     changed = sorted(key for key in compared if stored.get(key) != wanted.get(key))
     return f"changed since: {', '.join(changed)}" if changed else None
