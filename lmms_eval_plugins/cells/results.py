@@ -233,6 +233,19 @@ def load_cells(folder: Path) -> list[dict[str, Any]]:
     return cells
 
 
+def result_folders(root: Path) -> list[Path]:
+    """Return all folders under `root` with a results.json, sorted. Symbolic links are followed, but a folder counts
+    once."""
+    found, seen = [], set()
+    for folder, below, files in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        below[:] = [] if real in seen else sorted(below)
+        if real not in seen and RESULTS_FILE in files:
+            found.append(Path(folder))
+        seen.add(real)
+    return sorted(found)
+
+
 def dumps(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, indent=indent, default=_jsonable, ensure_ascii=False)
 
