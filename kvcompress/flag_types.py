@@ -70,6 +70,7 @@ def seeds(text: str) -> list[int]:
 def path(text: str) -> Path:
     """Parse the path of a file or folder, which need not exist but must have a name the file system accepts."""
     try:
+        text = os.path.expanduser(text)  # a shell leaves the ~ of --flag=~/folder to the program
         os.stat(text)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         pass  # reading or writing it will report the error
@@ -83,9 +84,10 @@ def path(text: str) -> Path:
 
 def folder(text: str) -> Path:
     """Parse an existing folder as an absolute path, as the working directory may change before it is used."""
-    if not text or not os.path.isdir(text):
+    found = os.path.expanduser(text)
+    if not text or not os.path.isdir(found):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a folder")
-    return Path(text).resolve()
+    return Path(found).resolve()
 
 
 def prose(text: str) -> str:

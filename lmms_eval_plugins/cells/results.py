@@ -163,9 +163,15 @@ def incomplete_reason(folder: Path, fingerprint: dict[str, Any], unknown: tuple[
         return f"{Path(error.filename).name} is missing"
     except DamagedFile as error:
         return str(error)
-    stored, wanted = results.get("fingerprint"), json.loads(dumps(fingerprint))
-    if not isinstance(stored, dict):
+    if not isinstance(results.get("fingerprint"), dict):
         return f"{RESULTS_FILE} is damaged: no fingerprint"
+    return changed_since(results["fingerprint"], fingerprint, unknown)
+
+
+def changed_since(stored: dict[str, Any], fingerprint: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
+    """Say in what a cell's `stored` fingerprint differs from another; None if in nothing. `unknown`: as in
+    `incomplete_reason`."""
+    wanted = json.loads(dumps(fingerprint))
     compared = {*stored, *wanted}.difference(unknown)
     changed = sorted(key for key in compared if stored.get(key) != wanted.get(key))
     return f"changed since: {', '.join(changed)}" if changed else None
@@ -225,6 +231,19 @@ def load_cells(folder: Path) -> list[dict[str, Any]]:
         except DamagedFile as error:
             leave_out(file.parent, error)
     return cells
+
+
+def result_folders(root: Path) -> list[Path]:
+    """Return all folders under `root` with a results.json, sorted. Symbolic links are followed, but a folder counts
+    once."""
+    found, seen = [], set()
+    for folder, below, files in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        below[:] = [] if real in seen else sorted(below)
+        if real not in seen and RESULTS_FILE in files:
+            found.append(Path(folder))
+        seen.add(real)
+    return sorted(found)
 
 
 def dumps(value: Any, indent: int | None = None) -> str:

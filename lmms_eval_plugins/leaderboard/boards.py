@@ -16,8 +16,9 @@ from ..report.groups import Group
 from ..report.html.data import cell_data, number, same_answers, test_data
 from ..report.short_answers import warning
 from ..report.significance import mean_interval
+from ..report.table import definition
 from .choice import best_methods, choose
-from .protocol import definition, holds_full, protocol_of, regime, variant
+from .protocol import holds_full, protocol_of, regime, variant
 from .rerun import command_of
 
 WITHIN = 1.96  # standard errors on either side of the mean cover 95 % of a normal distribution

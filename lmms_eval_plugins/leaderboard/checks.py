@@ -16,7 +16,7 @@ import numpy as np
 from kvcompress import KVCompressError
 from kvcompress.files import UNFINISHED
 
-from ..cells.results import RESULTS_FILE, Cell, DamagedFile, dumps, number_of, read_cell, score_key
+from ..cells.results import RESULTS_FILE, Cell, DamagedFile, dumps, number_of, read_cell, result_folders, score_key
 from ..model.input_methods import method_options
 from ..report.headline import headline
 from . import plausible
@@ -33,9 +33,8 @@ Content = tuple[dict[str, Any], list[dict[str, Any]]]
 def problems(root: Path) -> list[str]:
     """Return one line for each problem with the cells under `root`; empty if the submission is fine."""
     found, cells = [], {}
-    files = sorted(file for file in root.rglob(RESULTS_FILE))
-    for file in files:
-        folder = file.parent
+    folders = result_folders(root)
+    for folder in folders:
         name = folder.relative_to(root).as_posix()
         if UNFINISHED in name:
             found.append(f"{name}: this cell was never finished: remove it")
@@ -47,7 +46,7 @@ def problems(root: Path) -> list[str]:
             continue
         cells[name] = content[0]
         found += [f"{name}: {problem}" for problem in _of_cell(folder, content)]
-    if not files:
+    if not folders:
         found.append(f"no cell under {str(root)!r}: expected <task>/<model>/<cell>/{RESULTS_FILE}")
     return found + list(_without_full(cells))
 
@@ -79,7 +78,7 @@ def _fingerprint(folder: Path, results: dict[str, Any], samples: list[dict[str, 
     # JSON made lists of tuples, which a folder's name shows.
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in protocol["changed_options"].items()}
     expected = Cell(**of_cell, options=options).folder(Path())
-    if folder.resolve().parts[-3:] != expected.parts:
+    if folder.absolute().parts[-3:] != expected.parts:
         yield f"its folder does not match its protocol: expected {expected.as_posix()}"
     try:
         # As JSON has them, which makes lists of tuples.

@@ -14,7 +14,7 @@ from kvcompress.files import check_output
 from kvcompress.flag_types import path
 
 from ..cells.errors import EvaluationFailed
-from ..cells.results import RESULTS_FILE
+from ..cells.results import result_folders
 from .submissions import name_of, submission, unpacked
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -76,7 +76,7 @@ def write(folders: list[Path], out: Path) -> int:
         with unpacked(each) as folder:
             own = [board_of(table, name_of(each)) for table in read(folder)]
             tables += own
-            if not own or any(folder.rglob(RESULTS_FILE)):
+            if not own or result_folders(folder):
                 rows += rows_of(name_of(each), load_groups(folder))
     if not rows and not tables:
         raise EvaluationFailed("no cell has a score (were they run with --predict_only?)")

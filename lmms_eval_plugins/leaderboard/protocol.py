@@ -1,6 +1,5 @@
 """Decide which rows may share a table: those of one task, asked and answered under the same protocol."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -9,7 +8,7 @@ import numpy as np
 
 from kvcompress.policy.options import Engine
 
-from ..cells.results import dumps, exact
+from ..cells.results import exact
 
 DEFAULTS = {field.name: field.default for field in fields(Engine)}
 # The engine's options that belong to the protocol, whatever the method. Those in ALWAYS_SAID are always listed, the
@@ -70,12 +69,6 @@ def variant(cell: dict[str, Any]) -> str:
     changed = cell["protocol"]["changed_options"]
     own = "".join(f" {name}={as_text(value)}" for name, value in sorted(changed.items()) if name not in OPTIONS)
     return cell["protocol"]["method"] + own
-
-
-def definition(cell: dict[str, Any]) -> str:
-    """Return a digest of how the cell's task asks and scores; empty if the cell does not record it."""
-    tasks = cell.get("fingerprint", {}).get("tasks")
-    return hashlib.sha256(dumps(tasks).encode()).hexdigest()[:8] if tasks else ""
 
 
 def regime(cells: Sequence[dict[str, Any]]) -> str:

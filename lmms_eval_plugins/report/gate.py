@@ -36,6 +36,24 @@ def other_devices(frame: pd.DataFrame) -> str:
     return f"{frame['task'].iloc[0]}: times on different devices do not compare: of the cells {cells}"
 
 
+def other_definitions(frame: pd.DataFrame) -> str:
+    """Return a line that names the cells of another definition of the task than most have; empty if there are none.
+    `frame`: as for `fewer_questions`."""
+    known = frame[frame["definition"] != ""]
+    if known["definition"].nunique() < 2:
+        return ""
+    others = known[known["definition"] != known["definition"].mode()[0]]
+    names = [f"{row.series} ({row.asked})" for row in others.itertuples()]
+    which = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    return f"{frame['task'].iloc[0]}: its file or functions changed between the cells; not like the others: {which}"
+
+
+def not_alike(frame: pd.DataFrame) -> list[str]:
+    """Return a line for each reason for which the cells of a table do not compare. `frame`: as for
+    `fewer_questions`."""
+    return list(filter(None, [fewer_questions(frame), other_definitions(frame), other_devices(frame)]))
+
+
 def answered_blind(group: pd.DataFrame) -> list[tuple[str, int]]:
     """Return (task, doc_id) of the questions that the blind run answers; empty without such a run.
 
@@ -63,13 +81,13 @@ def weak_below(base: float) -> float:
 
 
 def gate_lines(group: pd.DataFrame) -> list[str]:
-    """Return a line that names the cells with fewer questions, one that names the devices of several, one that names
-    the questions that are answered blind, and one if the full cache is weak.
+    """Return the lines of `not_alike`, one that names the questions that are answered blind, and one if the full cache
+    is weak.
 
     Args:
         group: as for `answered_blind`. Scores are compared if there is a full cache, whose own are all in [0, 1].
     """
-    lines, task = list(filter(None, [fewer_questions(group), other_devices(group)])), group["task"].iloc[0]
+    lines, task = not_alike(group), group["task"].iloc[0]
     full, blind = group[group["method"] == "full"], group[group["method"] == "blind"]
     if full.empty:
         return lines

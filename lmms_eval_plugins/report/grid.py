@@ -62,7 +62,7 @@ def load_grid(
     """
     cells, left_out = [], []
     for folder in dict.fromkeys(map(Path, folders)):
-        own, damaged = read_cells(folder, "[!.]*")
+        own, damaged = read_cells(folder, directly=True)
         if not own and not damaged:
             raise UsageError(f"no finished cell under {str(folder)!r} (expected <method>-<ratio>/{RESULTS_FILE})")
         cells += own

@@ -15,7 +15,7 @@ from kvcompress import KVCompressError
 from kvcompress.files import UNFINISHED
 
 from ..cells.errors import leave_out
-from ..cells.results import RESULTS_FILE, DamagedFile, read_cell, tokens_out
+from ..cells.results import RESULTS_FILE, DamagedFile, read_cell, result_folders, tokens_out
 from .clusters import cluster_of
 from .headline import by_question, headline
 from .table import sweep_frame
@@ -51,14 +51,13 @@ class Group:
         return f"{self.task}, {self.model}" + (f" ({settings})" if settings else "")
 
 
-def cell_folders(root: Path, where: str = "**") -> list[Path]:
-    """Return the folders of all cells under `root` but those that are being written; `where`: which folders, `[!.]*`
-    for those directly in it."""
-    folders = sorted(file.parent for file in root.glob(f"{where}/{RESULTS_FILE}"))
+def cell_folders(root: Path, directly: bool = False) -> list[Path]:
+    """Return the folders of all cells under `root`, or `directly` in it, but those that are being written."""
+    folders = sorted(file.parent for file in root.glob(f"[!.]*/{RESULTS_FILE}")) if directly else result_folders(root)
     return [each for each in folders if not any(part.startswith(UNFINISHED) for part in each.relative_to(root).parts)]
 
 
-def read_cells(root: Path, where: str = "**") -> tuple[list[dict[str, Any]], dict[Path, Exception]]:
+def read_cells(root: Path, directly: bool = False) -> tuple[list[dict[str, Any]], dict[Path, Exception]]:
     """Read the cells of `cell_folders`.
 
     Returns:
@@ -66,7 +65,7 @@ def read_cells(root: Path, where: str = "**") -> tuple[list[dict[str, Any]], dic
         Folder -> what is wrong, for damaged ones.
     """
     cells, damaged = [], {}
-    for folder in cell_folders(root, where):
+    for folder in cell_folders(root, directly):
         try:
             results, samples = read_cell(folder)
             cells.append({**results, "folder": folder, "samples": samples})

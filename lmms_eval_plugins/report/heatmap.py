@@ -49,7 +49,7 @@ def question_rows(
     Raises EvaluationFailed if no finished cell has a score per question; KVCompressError for a column that the task
     does not have.
     """
-    cells, damaged = read_cells(root, "[!.]*")
+    cells, damaged = read_cells(root, directly=True)
     for folder, error in damaged.items():
         leave_out(folder, error)
     rows: list[dict[str, Any]] = []

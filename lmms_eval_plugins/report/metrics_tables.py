@@ -40,7 +40,7 @@ def show_metrics(flags: argparse.Namespace) -> None:
     warnings = [line for group in groups for line in (warning(group), *gate_lines(group)) if line]
     if flags.json:
         tested = pd.concat([pd.DataFrame(), *found.values()], ignore_index=True)
-        cells = grid.drop(columns=["questions", "asked"])
+        cells = grid.drop(columns=["questions", "asked", "definition"])
         frames = {"cells": cells, "curves": lines, "overall": summary, "tests": tested}
         records = {name: _records(frame) for name, frame in {**frames, "compared": compared}.items()}
         blind = [dict(zip(("task", "doc_id"), key, strict=True)) for group in groups for key in answered_blind(group)]

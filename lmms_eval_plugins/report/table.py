@@ -4,6 +4,7 @@ Only cells with the same run settings (limit, dtype, ...) are comparable, so eac
 table and plots, written beside the cells as `report[-key=value...].md` and `.png`, and `throughput[-...].png`.
 """
 
+import hashlib
 import math
 import re
 from pathlib import Path
@@ -15,11 +16,11 @@ from rich.table import Table
 
 from kvcompress.files import locked, write_text
 
-from ..cells.results import exact, load_cells, settings_name
+from ..cells.results import dumps, exact, load_cells, settings_name
 from . import terminal
 from .appearance import score_scale, short_names
 from .draws import explanation, pooled
-from .gate import fewer_questions, most_questions, other_devices
+from .gate import most_questions, not_alike
 from .headline import headline, why_none
 from .numbers import fixed, kept, near, shares, text_of
 from .short_answers import too_short, warning
@@ -123,9 +124,16 @@ def cell_row(cell: dict[str, Any], metric: str | None = None, metric_filter: str
         "batch_size": protocol["settings"].get("batch_size", 1),
         "slots": protocol["settings"].get("slots"),
         "device": cell.get("environment", {}).get("device"),
+        "definition": definition(cell),
         "settings": settings_name(protocol["settings"]),
         "settings_text": ", ".join(f"{key}={value}" for key, value in sorted(protocol["settings"].items())),
     }
+
+
+def definition(cell: dict[str, Any]) -> str:
+    """Return a digest of how the cell's task asks and scores; empty if the cell does not record it."""
+    tasks = cell.get("fingerprint", {}).get("tasks")
+    return hashlib.sha256(dumps(tasks).encode()).hexdigest()[:8] if tasks else ""
 
 
 def sweep_frame(
@@ -250,9 +258,8 @@ def markdown(frame: pd.DataFrame, title: str) -> str:
 
 
 def warnings(frame: pd.DataFrame) -> list[str]:
-    """Return lines of unequal questions, of several devices, and of answers too short to show compression, where they
-    apply."""
-    return list(filter(None, [fewer_questions(frame), other_devices(frame), warning(frame)]))
+    """Return the lines of `not_alike`, and one of answers too short to show compression, where they apply."""
+    return [*not_alike(frame), *filter(None, [warning(frame)])]
 
 
 def markdown_note(frame: pd.DataFrame) -> str:

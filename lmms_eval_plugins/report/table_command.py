@@ -29,7 +29,8 @@ def main(argv: list[str]) -> None:
     from .groups import cell_folders
     from .table import report
 
-    folders = {cell.parent for cell in cell_folders(flags.folder, "**/[!.]*")} or {flags.folder}
+    cells = [cell for cell in cell_folders(flags.folder) if not cell.name.startswith(".")]
+    folders = {cell.parent for cell in cells} or {flags.folder}
     for each in folders:
         check_output(each)
     try:

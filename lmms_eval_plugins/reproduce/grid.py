@@ -4,6 +4,7 @@ import argparse
 import shlex
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from kvcompress.command_line import called
 from kvcompress.files import check_output
@@ -14,14 +15,14 @@ from ..cells.results import incomplete_reason
 from .config import load_config, load_reference
 from .plan import PlannedCell, Run, parse_only, plan
 from .run import cannot_run, run_all
-from .table import SUFFIXES, row, write_reference, write_report
+from .table import SUFFIXES, UNKNOWN, row, write_reference, write_report
 
 
 def reproduce(flags: argparse.Namespace, extra: list[str]) -> int:
     """Plan the cells, run those that can run, write the table, and return the exit code. `extra` goes to each run."""
     config, path = load_config(flags.name, flags.model_root)
     reference = load_reference(config, path)
-    extra += ["--output_path", str(flags.output_path)] + (["--limit", str(flags.limit)] if flags.limit else [])
+    extra += [f"--output_path={flags.output_path}"] + (["--limit", str(flags.limit)] if flags.limit else [])
     cells, runs = plan(config, parse_only(flags.only or "", config), extra)
     if not cells:
         raise UsageError(f"--only {flags.only}: no cell matches all of these")
@@ -43,7 +44,12 @@ def reproduce(flags: argparse.Namespace, extra: list[str]) -> int:
             run_all(possible, failed)
         except KeyboardInterrupt as error:
             interruption = error
-    rows = [row(cell, reference, reasons[cell.key] or "not run", failed.get(cell.key)) for cell in cells]
+    rows = [
+        row(
+            cell, reference, reasons[cell.key] or "not run", failed.get(cell.key), asked_now(cell, run_of.get(cell.key))
+        )
+        for cell in cells
+    ]
     for file in write_report(config, rows, flags.output_path / name):
         print(f"written: {file}")
     if flags.write_reference:
@@ -74,11 +80,17 @@ def state(cell: PlannedCell, run: Run | None, reason: str | None) -> str:
     The task's data is not loaded, so only a run notices whether it has changed."""
     if run is None or not cell.folder.exists():
         return reason or "to run"
-    server = run.plan.server
-    found = fingerprint(
-        *(cell.asked[0], run.plan.arguments, cell.asked[1]), data={}, tasks={}, server=server and server.about
-    )
-    again = incomplete_reason(cell.folder, found, unknown=("data", "tasks"))
+    again = incomplete_reason(cell.folder, asked_now(cell, run), UNKNOWN)
     if again is None and run.plan.request.flags.force:
         again = "--force"
     return "on disk" if again is None else reason or f"to run again ({again})"
+
+
+def asked_now(cell: PlannedCell, run: Run | None) -> dict[str, Any] | None:
+    """Return the fingerprint that a cell's results would have now, but for UNKNOWN; None if there are none."""
+    if run is None or not cell.folder.exists():
+        return None
+    server = run.plan.server
+    return fingerprint(
+        *(cell.asked[0], run.plan.arguments, cell.asked[1]), data={}, tasks={}, server=server and server.about
+    )

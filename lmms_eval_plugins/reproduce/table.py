@@ -12,7 +12,7 @@ from kvcompress import KVCompressError
 from kvcompress.files import write_text
 
 from ..cells.errors import UsageError
-from ..cells.results import RESULTS_FILE, DamagedFile, read_results
+from ..cells.results import RESULTS_FILE, DamagedFile, changed_since, read_results
 from ..report.headline import headline
 from ..report.numbers import fixed, near, share
 from ..report.short_answers import EXPLANATION, too_short
@@ -20,6 +20,7 @@ from .config import REFERENCE_COLUMNS, Reference, Reproduction
 from .plan import PlannedCell
 
 SUFFIXES = (".md", ".csv")  # of the table's files
+UNKNOWN = ("data", "tasks")  # parts of a fingerprint that are known only once a task's data is loaded
 CONFIDENCE = 1.96  # standard errors on either side: 95 %
 SHORT = "short answers"
 COLUMNS = ["method", "ratio", "ours", "theirs", "difference", "tokens/correct", "inside both errors", "note"]
@@ -34,7 +35,8 @@ class Row:
         inside: whether the difference is at most the margin plus the reading error.
         tokens_per_correct: tokens of our answers over the sum of their scores.
         short: whether most of our answers are too short to show compression.
-        note: why there is no result; or the number of questions, and the share kept if it is not the requested ratio.
+        note: why there is no result; or the number of questions, the share kept if it is not the requested ratio, and
+            what changed since it was measured.
     """
 
     model: str
@@ -58,9 +60,10 @@ def row(
     reference: Reference,
     reason: str,
     failed: str | None = None,
+    asked_now: dict[str, Any] | None = None,
 ) -> Row:
     """Return a cell's row with its reference. If it has no result, the note says how its run `failed`, or else the
-    `reason`."""
+    `reason`; if its result has another fingerprint than is `asked_now`, in what."""
     theirs, reading_error = reference.get(cell.key, (None, None))
     ours, stderr, margin, tokens, short, note = None, None, None, None, False, failed or reason
     if cell.folder is not None and (cell.folder / RESULTS_FILE).is_file():
@@ -73,6 +76,9 @@ def row(
             margin, note = interval(stderr, questions, cell.benchmark.scale), f"{questions} questions"
             short = too_short(results)
             note += _other_share(results) + f", {SHORT}" * short
+            stored = results.get("fingerprint")
+            if asked_now and isinstance(stored, dict) and (changed := changed_since(stored, asked_now, UNKNOWN)):
+                note += f", {changed}"
             note += f"; perhaps of an earlier run, as this one {failed}" if failed else ""
     difference = None if ours is None or theirs is None else ours - theirs
     inside = None

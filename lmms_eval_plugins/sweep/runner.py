@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from kvcompress.errors import nearest, one_line
+from kvcompress.flag_types import folder as existing_folder
 
 from ..cells.cell_log import cell_values, log_results
 from ..cells.data import find_tasks
@@ -120,7 +121,7 @@ def check_trials(config: SweepConfig, output: Path) -> None:
     for parameters in config.grid(set()) if config.method == "grid" else config.corners():
         cell_folder({**config.constants, **parameters}, output)
     include_path = config.constants.get("include_path")
-    find_tasks([str(name) for name in config.values("task")], include_path and Path(include_path).resolve())
+    find_tasks([str(name) for name in config.values("task")], include_path and existing_folder(str(include_path)))
 
 
 def run_here(sweep: Sweep) -> None:

@@ -33,7 +33,8 @@ def write_tables(groups: list[Group], folder: Path) -> list[Path]:
 
 def cells_table(groups: list[Group]) -> pd.DataFrame:
     """Join the cells of all groups in one frame."""
-    inner = ["order", "options", "per_layer", "kept", "asked", "questions"]  # no plain values, or said by other columns
+    # No plain values, or said by other columns.
+    inner = ["order", "options", "per_layer", "kept", "asked", "definition", "questions"]
     parts = []
     for group in groups:
         tests = against_full(group.frame)[["difference", "low", "high", "p_value", "holm", "broken", "mended"]]

@@ -52,6 +52,12 @@ def test_every_flag_of_the_installed_lmms_eval_works_or_one_line_says_what_repla
     assert REPLACED.keys() <= {flag for action in theirs for flag in action.option_strings}
 
 
+def test_a_path_may_begin_with_the_users_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    flags = parse([*FOUR, "--output_path=~/out", "--data-root=~"]).flags
+    assert (flags.output_path, flags.data_root) == (tmp_path / "out", tmp_path.resolve())
+
+
 def test_flags_that_are_model_arguments_by_another_name():
     request = parse([*FOUR, "-b", "auto", "--max_batch_size", "8", "--system_instruction", "Be brief."])
     assert request.arguments == {"batch_size": "auto", "max_batch_size": 8, "system_prompt": "Be brief."}

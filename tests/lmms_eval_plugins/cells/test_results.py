@@ -16,6 +16,8 @@ from lmms_eval_plugins.cells.kept_tokens_file import SURVIVORS_FILE
 from lmms_eval_plugins.cells.plan import Job
 from lmms_eval_plugins.cells.results import Cell
 from lmms_eval_plugins.evaluate import parse
+from lmms_eval_plugins.report.groups import cell_folders
+from tests.support.result_cells import write_answers
 
 CELL = Cell("textvqa_val", "org/model", "snapkv", ratio=0.2)
 FINGERPRINT = {"method": "snapkv", "code": "abc", "settings": {"limit": 2}}
@@ -233,3 +235,13 @@ def test_unfinished_cells_are_not_loaded(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / results.SAMPLES_FILE).write_text("{}")
     assert [cell["n_samples"] for cell in results.load_cells(tmp_path)] == [2]
+
+
+def test_cells_behind_symbolic_links_are_found_each_once(tmp_path):
+    model = write_answers(tmp_path / "disk", "t", "knorm", 0.5, "abcx")
+    root = tmp_path / "results"
+    root.mkdir()
+    (root / "t").symlink_to(tmp_path / "disk" / "t")
+    (root / "too").symlink_to(tmp_path / "disk" / "t")
+    (model / "up").symlink_to(root)
+    assert results.result_folders(root) == cell_folders(root) == [root / "t" / "m" / "knorm-0.5"]

@@ -56,6 +56,20 @@ def test_a_cell_with_fewer_questions_than_the_others_is_marked_wherever_its_scor
     assert "snapkv draws=2 (0.5) has 30 of 40" in capsys.readouterr().out
 
 
+def test_a_cell_of_a_task_that_has_changed_is_named_wherever_its_score_is_shown(tmp_path, capsys):
+    for method, digest in (("full", "new"), ("knorm", "new"), ("snapkv", "old"), ("random", None)):
+        folder = write(tmp_path, method, range(40))
+        (file,) = folder.glob(f"{method}-*/results.json")
+        made = {"fingerprint": {"tasks": {"one": digest}}} if digest else {}
+        file.write_text(json.dumps({**json.loads(file.read_text()), **made}))
+    line = "one: its file or functions changed between the cells; not like the others: snapkv (0.5)"
+    assert warnings(capsys, folder)[0] == [line]
+    assert page_data(load_groups(folder))["groups"][0]["warning"] == line
+    assert table([str(folder)]) == 0
+    assert line in capsys.readouterr().out
+    assert line in (folder / "report.md").read_text()
+
+
 def test_times_of_several_devices_are_said_not_to_compare_wherever_they_are_shown(tmp_path, capsys):
     folder = write(tmp_path, "full", range(40))
     write(tmp_path, "snapkv", range(40))

@@ -289,7 +289,7 @@ def test_dry_run_lists_cells_and_commands_and_writes_nothing(configuration, caps
         "M, One, KNorm, 0.5: on disk",
         "M, One, KNorm, 0.25: to run",
         *(f"M, Judged, {name}: needs a judge" for name in ("Full, 1", "KNorm, 0.5", "KNorm, 0.25")),
-        "python -m kvcompress eval one m full,knorm 0.5,0.25 --output_path results",
+        "python -m kvcompress eval one m full,knorm 0.5,0.25 --output_path=results",
         "6 cells; needs a judge: 3; to run: 2; on disk: 1",
     ]
     assert not executed
@@ -300,8 +300,8 @@ def test_dry_run_lists_cells_and_commands_and_writes_nothing(configuration, caps
 
 
 def test_what_is_no_flag_of_ours_goes_to_evaluate(configuration, executed):
-    main([configuration(), "--limit", "4", "device=cpu", "--data-root", ".", "--output_path", "out"])
-    assert executed[0][4:] == ["device=cpu", "--data-root", ".", "--output_path", "out", "--limit", "4"]
+    main([configuration(), "--limit", "4", "device=cpu", "--data-root", ".", "--output_path=-out"])
+    assert executed[0][4:] == ["device=cpu", "--data-root", ".", "--output_path=-out", "--limit", "4"]
 
 
 def test_a_failed_call_stops_nothing_else_and_stands_in_the_table(configuration, executed, tmp_path):
@@ -321,6 +321,14 @@ def test_a_result_of_before_a_failed_call_is_not_shown_as_the_call_s(configurati
     rows, _ = table(tmp_path / "results")
     note = "perhaps of an earlier run, as this one failed: model 'm' could not be loaded"
     assert rows["One", "KNorm", 0.5]["note"].endswith(note)
+
+
+@pytest.mark.parametrize(("changes", "note"), [({}, ""), ({"code": "older"}, ", changed since: code")])
+def test_a_result_that_a_run_would_compute_again_is_named_as_such(configuration, tmp_path, changes, note):
+    path = configuration()
+    with_fingerprint(write(tmp_path / "results", "one", "knorm", 0.5, "abcx"), path, 0.5, **changes)
+    assert main([path, "--report-only"]) == 0
+    assert table(tmp_path / "results")[0]["One", "KNorm", 0.5]["note"] == f"4 questions{note}"
 
 
 def test_ctrl_c_ends_with_the_table_of_what_is_there(configuration, executed, tmp_path, capsys):
