@@ -5,7 +5,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from inspect import get_annotations, isabstract, isdatadescriptor
 from pathlib import Path
@@ -13,9 +13,10 @@ from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from .check.passed import has_passed
 from .command_line import called
-from .errors import KVCompressError, one_line, unknown_name, validated
+from .errors import KVCompressError, nearest, one_line, unknown_name, validated
 
 FILES = "KVCOMPRESS_METHODS"  # environment variable: Python files with methods and layer budgets, separated as in PATH
+NO_FILE = f" (is the file of your own in {FILES}?)"
 OF_FILE = "kvcompress_methods_"  # prefix of such a file's module name
 NAME = re.compile(r"\w[\w.+-]*( [\w.+-]+)*")
 WORDS = ("all", "all-kv", "all-tokens", "blind", "downsample")  # what stands for methods in an evaluation
@@ -221,8 +222,14 @@ def method_info(name: str | None) -> MethodInfo:
     _import_all()
     key = method_name("full" if name is None else name)
     if key not in _METHODS:
-        raise unknown_name("there is no method", name, _METHODS)
+        raise no_method(name, _METHODS)
     return _METHODS[key]
+
+
+def no_method(name: object, valid: Iterable[str]) -> KVCompressError:
+    """Return the error for a method that is not there. If no file of methods is named, it asks about that."""
+    hint = nearest(name, valid) or (NO_FILE if not os.environ.get(FILES) else "")
+    return unknown_name("there is no method", name, valid, hint)
 
 
 def name_of(cls: type[Method]) -> str:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from kvcompress.command_line import called
 from kvcompress.errors import KVCompressError, MissingFile, nearest, shown
+from kvcompress.methods import NO_FILE
 
 from ..tasks import BUNDLED_TASKS
 from .errors import UsageError
@@ -90,7 +91,8 @@ def check_names(request: Request) -> None:
     for method in request.methods:
         valid = [*methods, *GROUPS]
         if methods and method.lower().replace("_", "-") not in valid:
-            raise UsageError(f"there is no method {shown(method)}{nearest(method, valid)}; valid: {', '.join(valid)}")
+            hint = nearest(method, valid) or NO_FILE
+            raise UsageError(f"there is no method {shown(method)}{hint}; valid: {', '.join(valid)}")
     arguments = argument_names()
     for argument in request.arguments:
         if argument not in arguments and (near := nearest(argument, arguments)):

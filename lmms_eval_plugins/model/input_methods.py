@@ -61,7 +61,7 @@ def method_info(name: str | None) -> MethodInfo:
     if name is None or (key := method_name(name)) in core.list_methods():
         return core.method_info(name)
     if key not in INPUT_METHODS:
-        raise unknown_name("there is no method", name, [*core.list_methods(), *INPUT_METHODS])
+        raise core.no_method(name, [*core.list_methods(), *INPUT_METHODS])
     return INPUT_METHODS[key]
 
 

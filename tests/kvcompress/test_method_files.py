@@ -318,6 +318,19 @@ def test_two_files_of_one_name_are_refused(tmp_path, monkeypatch):
         kvcompress.list_methods()
 
 
+def test_who_named_no_file_and_asks_for_a_method_of_none_is_asked_about_it(write, monkeypatch):
+    monkeypatch.delenv(methods.FILES, raising=False)
+    with pytest.raises(
+        KVCompressError, match=r"there is no method 'mine' \(is the file of your own in KVCOMPRESS_METHOD"
+    ):
+        methods.method_info("mine")
+    with pytest.raises(KVCompressError, match=r"there is no method 'snapvk' \(did you mean 'snapkv'\?\); valid"):
+        methods.method_info("snapvk")
+    write(other=DEFINITION)
+    with pytest.raises(KVCompressError, match="there is no method 'mine'; valid: adakv"):
+        methods.method_info("mine")
+
+
 def test_a_file_that_is_not_there_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv(methods.FILES, str(tmp_path / "mine.py"))
     with pytest.raises(KVCompressError, match=r"KVCOMPRESS_METHODS: there is no Python file .*mine\.py"):

@@ -172,6 +172,7 @@ def cases(draw: st.DrawFn, family: str, method: str | None = None, max_batch: in
     """Draw any batch with left padding, with and without images, any method with options, and any ratio."""
     chosen = FAMILIES[family]
     method = method or draw(st.sampled_from(METHODS))
+    cls = kvcompress.list_methods()[method].cls
     lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=max_batch))
     images = None
     if chosen.is_vlm and draw(st.booleans()):
@@ -181,10 +182,12 @@ def cases(draw: st.DrawFn, family: str, method: str | None = None, max_batch: in
         options["head_budget"] = draw(st.sampled_from(["uniform", "shared", "adaptive", "adaptive-kvpress"]))
         options["safeguard"] = draw(st.sampled_from([0.0, 0.2, 1.0]))
     if method != "full" and draw(st.integers(0, 2)) == 0:
-        exact = [name for name, rule in list_layer_budgets().items() if rule.is_exact]
+        chooses_at_once = cls.update_kv is not kvcompress.KVCluster.update_kv
+        rules = list_layer_budgets().items()
+        exact = [name for name, rule in rules if rule.is_exact and not (rule.is_measured and chooses_at_once)]
         options["layer_budget"] = draw(st.sampled_from(exact))
         options["pyramid_beta"] = draw(st.sampled_from([1.0, 3.0, 20.0]))
-    if method != "full" and draw(st.integers(0, 3)) == 0:
+    if method != "full" and not cls.biases_keys and draw(st.integers(0, 3)) == 0:
         options["merge"] = draw(st.sampled_from(sorted(MERGES)))
         options["merge_modality"] = draw(st.sampled_from(["any", "same"]))
     return Case(
