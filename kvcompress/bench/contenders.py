@@ -15,13 +15,14 @@ import torch
 from transformers import CompileConfig, DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 
 from ..cache.cache import CompressedCache
+from ..cache.layer import nbytes_of
 from ..cache.scope import States
 from ..device import peak_memory, reset_peak_memory
 from ..errors import KVCompressError
 from ..hooks.session import attach
 from ..methods import method_info
 from ..policy.make import make_policy
-from .standalone import CLOCKS, decode, held_bytes, prompt_ids, read_prompt
+from .standalone import CLOCKS, decode, prompt_ids, read_prompt
 
 WARM_STEPS = 4  # uncounted steps of a compiled contender in each turn: the first ones record CUDA graphs
 
@@ -185,7 +186,7 @@ class Transformers:
 
     def turn(self, workload: Workload) -> Turn:
         cache = DynamicCache(config=self.model.config) if self.kind == "DynamicCache" else self._reset_for(workload)
-        return local_turn(self.model, cache, lambda: held_bytes(cache), workload, self.compiled)
+        return local_turn(self.model, cache, lambda: nbytes_of(cache.layers), workload, self.compiled)
 
     def _reset_for(self, workload: Workload) -> StaticCache:
         if self._static is None or self._static[0] != workload:

@@ -75,8 +75,3 @@ def decode(
         synchronise(token.device)
         times.append(now())
     return [(after - before) * 1e3 for before, after in zip([start, *times], times, strict=False)]
-
-
-def held_bytes(cache: Any) -> int:
-    """Return the bytes that one of transformers' caches allocates for keys and values."""
-    return sum(states.untyped_storage().nbytes() for layer in cache.layers for states in (layer.keys, layer.values))

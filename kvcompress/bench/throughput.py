@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from .. import paged
+from ..cache.layer import nbytes_of
 from ..cache_name import CACHE
 from ..errors import KVCompressError, loading
 from ..files import check_output
@@ -26,7 +27,7 @@ from .contenders import MethodSpec
 from .grid import release
 from .results import Results, about, page, settle
 from .shapes import source
-from .standalone import CLOCKS, held_bytes, load
+from .standalone import CLOCKS, load, prompt_ids, read_prompt
 from .timing import short, table
 
 
@@ -86,7 +87,7 @@ class Padded:
             served.answers += len(together)
             served.tokens += sum(asked.new for asked in together)
             served.steps += longest
-            served.kv_bytes = max(served.kv_bytes, held_bytes(cache))
+            served.kv_bytes = max(served.kv_bytes, nbytes_of(cache.layers))
             served.seconds = CLOCKS[clock]() - start
             if served.seconds > seconds:
                 break
@@ -110,7 +111,8 @@ class Continuous:
     def serve(self, requests: list[Asked], kv_bytes: int, clock: str, seconds: float) -> Served:
         from transformers import ContinuousBatchingConfig
 
-        blocks = kv_bytes // (self.PAGE * entry_bytes(self.model))
+        page_bytes = self.PAGE * entry_bytes(self.model)
+        blocks = kv_bytes // page_bytes
         config = ContinuousBatchingConfig(
             page_size=self.PAGE, num_blocks=blocks, max_batch_tokens=1024, allow_block_sharing=False
         )
@@ -131,7 +133,7 @@ class Continuous:
                     so_far[result.request_id] = len(result.generated_tokens)
                     done += result.is_finished()
             passed = CLOCKS[clock]() - start
-        return Served(passed, done, sum(so_far.values()), None, 0, blocks * self.PAGE * entry_bytes(self.model))
+        return Served(passed, done, sum(so_far.values()), None, 0, blocks * page_bytes)
 
 
 def next_result(manager: Any) -> Any:
@@ -185,9 +187,9 @@ def sizes(method: MethodSpec, decode_budget: int) -> dict[str, Any]:
 
 def entry_bytes(model: PreTrainedModel) -> int:
     """Return the bytes of a token in the full cache."""
-    config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
+    cache = DynamicCache(config=model.config)
+    read_prompt(model, cache, prompt_ids(model, 1, 1), "wall")
+    return nbytes_of(cache.layers)
 
 
 PEERS: dict[str, type[Padded | Continuous]] = {"padded": Padded, "continuous": Continuous}

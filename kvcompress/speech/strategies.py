@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from ..bench.contenders import MethodSpec, compile_config
-from ..bench.standalone import held_bytes
 from ..cache.cache import CompressedCache
+from ..cache.layer import nbytes_of
 from ..errors import KVCompressError
 from ..hooks.session import attach
 from ..methods import method_info
@@ -139,4 +139,4 @@ class CacheStrategy:
 
 
 def _nbytes(cache: Cache) -> int:
-    return cache.nbytes if isinstance(cache, CompressedCache) else held_bytes(cache)
+    return cache.nbytes if isinstance(cache, CompressedCache) else nbytes_of(cache.layers)

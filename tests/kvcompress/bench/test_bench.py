@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from kvcompress.bench.shapes import SHAPES, source
 from kvcompress.bench.timing import summary
 from kvcompress.policy.make import make_policy
 from tests.support.clock import synchronised_reads
+from tests.support.families import MORE_FAMILIES
 
 MODEL = standalone.load({"config": SHAPES["tiny"]}, "float32", torch.device("cpu"))
 ROOT = Path(__file__).parents[3]
@@ -190,6 +192,15 @@ def test_bytes_are_those_that_the_caches_hold():
     assert Transformers(MODEL, "StaticCache").turn(workload).kv_bytes == 2 * 104 * entry
     ours = Ours(MODEL, MethodSpec.parse("snapkv", 0.1)).turn(workload).kv_bytes
     assert 2 * 14 * entry <= ours < 2 * 20 * entry
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "mllama", "gemma4-e2b"])
+def test_layers_without_keys_of_their_own_count_as_those_of_our_cache_do(family):
+    model, workload = MORE_FAMILIES[family].build(), Workload(12, 2, 2, "wall")
+    ours = Ours(model, MethodSpec.parse("full", None)).turn(workload).kv_bytes
+    for kind in ("DynamicCache", "StaticCache"):
+        theirs = Transformers(model, kind).turn(replace(workload, steps=3)).kv_bytes  # ours has room for one more
+        assert theirs == ours
 
 
 class Scripted:

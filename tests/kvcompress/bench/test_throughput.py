@@ -6,10 +6,10 @@ from importlib.util import find_spec
 import pytest
 
 from kvcompress.__main__ import main
-from kvcompress.bench.contenders import MethodSpec
+from kvcompress.bench.contenders import MethodSpec, Transformers, Workload
 from kvcompress.bench.throughput import Asked, Continuous, entry_bytes, markdown, workload
 from kvcompress.errors import KVCompressError
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, MORE_FAMILIES
 
 QUICK = ["--shape", "tiny", "--requests", "5", "--prompt", "20", "--answers", "3", "12", "--kv-gb", "0.00005"]
 ENTRY = 2 * 2 * 2 * 16 * 4  # bytes of a token: keys and values, layers, KV heads, channels, fp32
@@ -41,6 +41,12 @@ def test_all_answer_the_same_requests_within_the_memory(tmp_path):
     text = (tmp_path / "throughput.md").read_text()
     assert "| full | 3 |" in text
     assert "5 requests of 20 prompt tokens, answers of 3 to 12 (seed 0)" in text
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma4"])  # whose layers differ
+def test_a_token_has_the_bytes_of_all_layers(family):
+    model = (FAMILIES | MORE_FAMILIES)[family].build()
+    assert Transformers(model, "DynamicCache").turn(Workload(3, 1, 2, "wall")).kv_bytes == 5 * entry_bytes(model)
 
 
 def test_a_method_may_name_its_own_budget(tmp_path):
