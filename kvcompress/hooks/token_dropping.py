@@ -148,7 +148,7 @@ class Pruning:
             per_column = {
                 name: self._left(given[..., None])[..., 0]
                 for name, given in kwargs.items()
-                if name == "position_ids" and given is not None or _is_per_column(given, self.whole.columns)
+                if (name == "position_ids" and given is not None) or _is_per_column(given, self.whole.columns)
             }
             kwargs = {**kwargs, **per_column}
             if (embeddings := kwargs.get("position_embeddings")) is not None:
