@@ -34,7 +34,8 @@ def rotary_embeddings(decoder: PreTrainedModel) -> list[torch.nn.Module]:
         raise KVCompressError(
             f"{name} has layers without rotary embedding: methods that rotate keys or queries need it"
         )
-    if len(set(getattr(decoder, "rope_types", ()))) > 1:
+    bases = getattr(decoder.config, "layer_rope_theta", None) or ()
+    if len(set(getattr(decoder, "rope_types", ()))) > 1 or len(set(bases)) > 1:
         raise KVCompressError(f"{name} rotates layers in several ways: methods that rotate keys or queries need one")
     channel_pairs(decoder)
     return modules
@@ -44,6 +45,8 @@ def _has_unrotated_layers(decoder: PreTrainedModel) -> bool:
     """Return whether a layer does not rotate: it says so, or only those with windows do (Cohere 2, EXAONE 4), which
     just their code says."""
     if any(getattr(module, "use_rope", True) in (False, 0) for module in decoder.modules()):
+        return True
+    if 0 in (getattr(decoder.config, "layer_rope_theta", None) or ()):
         return True
     kinds = getattr(decoder.config, "layer_types", None) or ()
     classes = {type(module) for module in decoder.modules() if hasattr(module, "layer_idx")}

@@ -193,6 +193,8 @@ MIXED = ["sliding_attention", "full_attention"]
         (lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32)), "has no rotary position"),
         (lambda: SmolLM3ForCausalLM(SmolLM3Config(**TINY, no_rope_layers=[1, 0])), "layers without rotary embedding"),
         (lambda: Cohere2ForCausalLM(Cohere2Config(**TINY, layer_types=MIXED)), "layers without rotary embedding"),
+        (lambda: LlamaForCausalLM(LlamaConfig(**TINY, layer_rope_theta=[1e4, 0])), "layers without rotary embedding"),
+        (lambda: LlamaForCausalLM(LlamaConfig(**TINY, layer_rope_theta=[1e4, 1e6])), "rotates layers in several ways"),
         (lambda: Exaone4ForCausalLM(Exaone4Config(**TINY, layer_types=MIXED)), "layers without rotary embedding"),
     ],
 )
