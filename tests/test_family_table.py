@@ -247,15 +247,20 @@ def test_a_mistral_with_a_sliding_window_in_every_layer_is_an_error():
         kvcompress.CompressedCache(config, "snapkv", 0.5)
 
 
+@pytest.mark.parametrize(
+    ("method", "options", "what"),
+    [("snapkv", {"ratio_of": "vision"}, "ratio_of='vision'"), ("fastv", {}, "method 'fastv'")],
+)
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-audio"])
-def test_a_ratio_of_vision_is_refused_where_there_is_no_vision(name):
+def test_what_chooses_among_vision_tokens_is_refused_where_there_are_none(name, method, options, what):
     """Not kept whole without a word. Recordings are no vision tokens."""
     family = MORE_FAMILIES[name]
     model = family.build()
     with (
-        kvcompress.compress(model, "snapkv", 0.3, ratio_of="vision"),
+        kvcompress.compress(model, method, 0.3, **options),
         pytest.raises(
-            kvcompress.KVCompressError, match=r"ratio_of='vision': a qwen.* model has no image or video tokens"
+            kvcompress.KVCompressError,
+            match=rf"{what} chooses among image and video tokens: the config of a qwen.* model names none",
         ),
     ):
         generate(model, family.inputs(model, [20]), 2)

@@ -82,9 +82,10 @@ class CompressedCache(DynamicCache):
         self.policy = make_policy(method, ratio, budget, **options)
         check_room(self.policy, max_new_tokens)
         self.asked = {"method": method, "ratio": ratio, "budget": budget, "max_new_tokens": max_new_tokens, **options}
-        if self.policy.engine.ratio_of == "vision" and self.policy.tokens is None and not vision_token_ids(config):
+        if self.policy.engine.ratio_of == "vision" and not vision_token_ids(config):
+            what = f"method {method!r}" if self.policy.tokens else "ratio_of='vision'"
             raise KVCompressError(
-                f"ratio_of='vision': a {config.model_type} model has no image or video tokens to evict"
+                f"{what} chooses among image and video tokens: the config of a {config.model_type} model names none"
             )
         super().__init__(config=config)
         self.config, self._decode = config, Decoder(tokenizer)

@@ -1,6 +1,7 @@
 """The rotation of a forward pass, read from the model's own rotary embedding."""
 
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -11,6 +12,12 @@ from transformers import PreTrainedModel
 
 from ..errors import KVCompressError
 from ..scoring.rotary import Pairs, Rotary, interleaved, rotate_half
+
+# A rotation inside an `if` that asks whether the attention has a window.
+ROTATED_WINDOWS = re.compile(
+    r"^( *)if self\.(?:sliding_window|is_sliding|is_local_attention)\b.*:\n(?:\1 +.*\n)*?\1 +.*apply_rotary",
+    re.MULTILINE,
+)
 
 
 def rotary_embeddings(decoder: PreTrainedModel) -> list[torch.nn.Module]:
@@ -23,14 +30,27 @@ def rotary_embeddings(decoder: PreTrainedModel) -> list[torch.nn.Module]:
     modules = [module for key, module in decoder.named_modules() if key.split(".")[-1] == "rotary_emb"]
     if not modules:
         raise KVCompressError(f"{name} has no rotary position embedding: methods that rotate keys or queries need one")
-    if any(getattr(module, "use_rope", True) in (False, 0) for module in decoder.modules()):
+    if _has_unrotated_layers(decoder):
         raise KVCompressError(
             f"{name} has layers without rotary embedding: methods that rotate keys or queries need it"
         )
-    if len(set(getattr(decoder, "rope_types", ()))) > 1:
+    bases = getattr(decoder.config, "layer_rope_theta", None) or ()
+    if len(set(getattr(decoder, "rope_types", ()))) > 1 or len(set(bases)) > 1:
         raise KVCompressError(f"{name} rotates layers in several ways: methods that rotate keys or queries need one")
     channel_pairs(decoder)
     return modules
+
+
+def _has_unrotated_layers(decoder: PreTrainedModel) -> bool:
+    """Return whether a layer does not rotate: it says so, or only those with windows do (Cohere 2, EXAONE 4), which
+    just their code says."""
+    if any(getattr(module, "use_rope", True) in (False, 0) for module in decoder.modules()):
+        return True
+    if 0 in (getattr(decoder.config, "layer_rope_theta", None) or ()):
+        return True
+    kinds = getattr(decoder.config, "layer_types", None) or ()
+    classes = {type(module) for module in decoder.modules() if hasattr(module, "layer_idx")}
+    return "sliding_attention" in kinds and any(ROTATED_WINDOWS.search(inspect.getsource(each)) for each in classes)
 
 
 def channel_pairs(decoder: PreTrainedModel) -> Pairs:

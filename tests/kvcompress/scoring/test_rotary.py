@@ -8,8 +8,12 @@ import pytest
 import torch
 import transformers
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
     CohereConfig,
     CohereForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Glm4Config,
@@ -180,11 +184,18 @@ def test_scaled_cos_and_sin_are_undone_and_rotated_ahead(given):
     torch.testing.assert_close(rotation @ rotation.T, torch.eye(HEAD_DIM) * prompt.rotary.scaling**2)
 
 
+MIXED = ["sliding_attention", "full_attention"]
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         (lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32)), "has no rotary position"),
         (lambda: SmolLM3ForCausalLM(SmolLM3Config(**TINY, no_rope_layers=[1, 0])), "layers without rotary embedding"),
+        (lambda: Cohere2ForCausalLM(Cohere2Config(**TINY, layer_types=MIXED)), "layers without rotary embedding"),
+        (lambda: LlamaForCausalLM(LlamaConfig(**TINY, layer_rope_theta=[1e4, 0])), "layers without rotary embedding"),
+        (lambda: LlamaForCausalLM(LlamaConfig(**TINY, layer_rope_theta=[1e4, 1e6])), "rotates layers in several ways"),
+        (lambda: Exaone4ForCausalLM(Exaone4Config(**TINY, layer_types=MIXED)), "layers without rotary embedding"),
     ],
 )
 def test_a_model_whose_rotation_cannot_be_undone_is_an_error_at_once(model, message):
