@@ -58,6 +58,7 @@ OF_TABLE = ("metric", "filter")  # what an evaluation's table shows
 TEMPLATE_NAME = re.compile(r"[a-z]\w{,98}", re.ASCII | re.IGNORECASE)
 AUTO = {"batch_size": ("auto(:[1-9][0-9]{0,5})?", "auto, nor auto:N"), "slots": ("auto", "auto")}
 PROSE = ("system_prompt",)  # text of any kind
+NAMED = 3  # methods in an error, of those that have an option
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 LLAVA_ONEVISION_ARGUMENTS = ("mm_spatial_pool_stride", "mm_spatial_pool_mode", "tile_every_image")
 
@@ -298,8 +299,10 @@ def split_arguments(
         if name in options or name in valid or name in LEGACY_ARGUMENTS:
             continue
         if owners := [each for each in (*kvcompress.list_methods(), *INPUT_METHODS) if name in method_options(each)]:
+            others_too = f" and {len(owners) - NAMED} other methods" if len(owners) > NAMED else ""
             raise KVCompressError(
-                f"{name!r} is an option of {', '.join(owners)}, not of {asked}; valid: {', '.join(options) or 'none'}"
+                f"{name!r} is an option of {', '.join(owners[:NAMED])}{others_too}, not of {asked}; valid: "
+                f"{', '.join(options) or 'none'}"
             )
         valid = {*valid - {"pretrained"}, *others, *options}
         hints = (untyped(info.cls, name) for info in infos)

@@ -67,7 +67,8 @@ class GenerationArguments(Arguments):
 @cache
 def argument_names() -> frozenset[str]:
     """Return the names of all generation arguments that a task may set."""
-    return frozenset({*GenerationConfig().to_dict(), *STOP_STRING_KEYS, "seed", "skip_special_tokens"})
+    own = (name for name in GenerationConfig().to_dict() if not name.startswith("_"))
+    return frozenset({*own, *STOP_STRING_KEYS, "seed", "skip_special_tokens"})
 
 
 def check_generation(given: dict[str, Any]) -> dict[str, Any]:

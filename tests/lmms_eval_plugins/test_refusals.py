@@ -70,7 +70,8 @@ WORDS = [
 ARGUMENTS = [
     (f"{TASK} snapkv,knorm 0.2 dtyp=float32",
      "neither the model nor snapkv, knorm has an argument 'dtyp' (did you mean 'dtype'?)"),
-    (f"{TASK} knorm 0.2 window_size=8", "'window_size' is an option of .*snapkv.*not of knorm"),
+    (f"{TASK} knorm 0.2 window_size=8",
+     "'window_size' is an option of adakv, adamixkv, cake and .* other methods, not of knorm"),
     (f"{FOUR} fewer_frames=true", "'fewer_frames' is an option of downsample, not of snapkv"),
     (f"{FOUR} legacy=1", "has an argument 'legacy'"),
     (f"{FOUR} window_size=wide", "window_size.*'wide'"),
@@ -82,6 +83,7 @@ ARGUMENTS = [
     (f"{TASK} kvzap 0.3", "'kvzap' is learned: it needs checkpoint="),
     (f"{TASK} kvzap,q-filters 0.3", "'kvzap' is learned"),
     (f"{FOUR} quantization=int8", "quantization='int8'.*quanto-int8.*bnb-int4"),
+    (f"{FOUR} --gen_kwargs foo=1", "there is no generation argument 'foo'; valid: assistant_"),
     (f"{FOUR} slots=4 --gen_kwargs num_beams=2", "slots=4 does not go with num_beams=2: it has to be 1"),
     (f"{FOUR} slots=4 cache_implementation=quantized", "slots=4 does not go with cache_implementation='quantized'"),
     (f"{FOUR} slots=4 batch_size=4", "slots=4 does not go with batch_size=4"),
