@@ -8,7 +8,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from kvcompress.errors import MOST, shown
 
-Number = Annotated[float, Strict()]
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]  # not NaN, which Python reads as JSON
 Count = Annotated[int, Strict(), Field(ge=0, le=MOST)]
 Text = Annotated[str, Strict()]
 KINDS = ("float", "Spread")  # members of a union, which pydantic puts into the location of an error

@@ -38,7 +38,7 @@ def scores(frame: pd.DataFrame, title: str) -> str:
     scale = score_scale(frame)
     full, compressed = frame[frame["method"] == "full"], frame[frame["method"] != "full"]
     table = scores_by_size(compressed, scale).map(escaped)
-    best = compressed[best_of_sizes(compressed, scale)]
+    best = frame[best_of_sizes(frame, scale)]
     for series, size in zip(best["series"], best["asked"], strict=True):
         table.loc[series, size] = f"\\textbf{{{table.loc[series, size]}}}"
     rows = table.rename(index=escaped).reset_index().to_numpy().tolist()

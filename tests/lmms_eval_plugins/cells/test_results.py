@@ -237,6 +237,14 @@ def test_unfinished_cells_are_not_loaded(tmp_path):
     assert [cell["n_samples"] for cell in results.load_cells(tmp_path)] == [2]
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_results_with_a_number_that_is_not_finite_are_damaged(tmp_path, value):
+    with results.new_cell(tmp_path / "cell") as draft:
+        results.write_cell(draft, {**content(), "efficiency": {"answers_per_s": value}}, [])
+    with pytest.raises(results.DamagedFile, match=r"answers_per_s is .*finite"):
+        results.read_results(tmp_path / "cell")
+
+
 def test_cells_behind_symbolic_links_are_found_each_once(tmp_path):
     model = write_answers(tmp_path / "disk", "t", "knorm", 0.5, "abcx")
     root = tmp_path / "results"

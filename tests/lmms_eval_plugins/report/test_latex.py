@@ -53,6 +53,14 @@ def test_a_score_is_where_its_method_and_its_ratio_meet_and_the_best_is_bold(res
     }
 
 
+def test_the_full_cache_alone_has_a_row_and_nothing_bold(tmp_path):
+    write_answers(tmp_path, "signs_val", "full", 1.0, "abcd")
+    text = written(tmp_path)
+    check(text)
+    assert "textbf" not in text
+    assert [row[0] for _, (_, *rows) in rows_of(text) for row in rows] == ["full"]
+
+
 def check(text):
     """Environments and braces are balanced, every row has the columns that are declared, rules are booktabs'."""
     opened = []
