@@ -12,10 +12,8 @@ from kvcompress.policy.conflicts import CONFLICTS, Conflict
 from kvcompress.policy.make import make_policy
 from kvcompress.policy.options import Engine
 from kvcompress.policy.policy import Policy
-from tests.support.calibrations import calibration_of
+from tests.support.calibrations import needs_of
 from tests.support.families import FAMILIES
-from tests.support.learned_checkpoints import checkpoint_for
-from tests.support.strategies import LEARNED
 
 PAGE = Path(__file__).parents[1] / "docs" / "model-args.md"
 BEGIN, END = "<!-- made by `python -m tests.conflicts_list` -->\n", "<!-- end of what it makes -->\n"
@@ -27,8 +25,7 @@ def policies() -> dict[str, Policy]:
     made = {}
     for name, info in kvcompress.list_methods().items():
         if info.cls.__module__.startswith("kvcompress."):
-            options = {"checkpoint": checkpoint_for(name, model)} if name in LEARNED else calibration_of(name, model)
-            made[name] = make_policy(name, 1.0, **options)
+            made[name] = make_policy(name, 1.0, **needs_of(name, model))
     return made
 
 

@@ -1,8 +1,8 @@
 """Write the generated questions as lmms-eval tasks, each a folder with a YAML and a parquet file."""
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,21 +14,6 @@ from lmms_eval_plugins.long_pack.documents import Document
 from lmms_eval_plugins.long_pack.needles import Haystack
 from lmms_eval_plugins.long_pack.prompts import Look, Prompt
 
-MEDIA = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-SCHEMA = pa.schema(
-    {
-        "idx": pa.string(),
-        "kind": pa.string(),
-        "length": pa.int64(),
-        "depth": pa.float64(),
-        "places": pa.list_(pa.int64()),
-        "question": pa.string(),
-        "answer": pa.string(),
-        "answer_format": pa.string(),
-        "texts": pa.list_(pa.string()),
-        "image_list": pa.list_(MEDIA),
-    }
-)
 MOST_DICTIONARY_BYTES = 2**30  # per row group: stores an image that several questions show only once
 DATA_FILE = "questions.parquet"
 MAKERS: dict[str, tuple[tuple[str, ...], Callable[..., Haystack | Document]]] = {
@@ -40,7 +25,7 @@ KINDS = tuple(kind for kinds, _ in MAKERS.values() for kind in kinds)
 
 @dataclass(frozen=True)
 class Pack:
-    """The settings of a pack. Equal settings give equal bytes with the same Pillow and pyarrow.
+    """The settings of a pack. Equal settings give equal bytes with the same Pillow, pyarrow and datasets.
 
     Attributes:
         name: prefix of the tasks' names.
@@ -96,7 +81,7 @@ def write(pack: Pack, folder: Path) -> Iterator[tuple[Path, int]]:
                 writer.write_table(table_of(group, count))
                 count += len(group)
                 yield file, count
-        write_text(file, YAMLS[task](pack, name))
+        write_text(file, yaml_of(pack, task, name))
 
 
 def table_of(prompts: list[Prompt], first: int) -> pa.Table:
@@ -122,55 +107,25 @@ def table_of(prompts: list[Prompt], first: int) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=_schema())
 
 
+@cache
 def _schema() -> pa.Schema:
-    """Add the metadata from which `datasets` reads column types; without it, images would load as structs."""
+    """Return the columns, with the metadata from which `datasets` reads that images are images."""
+    from datasets import Features, Image, List, Value
 
-    def value(kind: pa.DataType) -> dict[str, object]:
-        if pa.types.is_list(kind):
-            return {
-                "_type": "List",
-                "feature": {"_type": "Image"} if kind.value_type == MEDIA else value(kind.value_type),
-            }
-        return {"dtype": "float64" if kind == pa.float64() else str(kind), "_type": "Value"}
-
-    features = {column.name: value(column.type) for column in SCHEMA}
-    return SCHEMA.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
-
-
-def _head(pack: Pack, name: str, task: str) -> str:
-    size = pack.look.picture_size if task == "needle" else pack.look.page_size
-    what = "pictures" if task == "needle" else "pages"
-    count = pack.questions * len(pack.lengths) * len(pack.tasks()[task])
-    lengths = ", ".join(map(str, pack.lengths))
-    return f"""# {count} generated questions about {lengths} {what} of {size[0]} x {size[1]} pixels, seed {pack.seed}.
-# Written by python -m lmms_eval_plugins.long_pack; docs/long-pack.md has its kinds and columns.
-task: {name}
-dataset_path: parquet
-dataset_kwargs:
-  data_files:
-    test: {DATA_FILE}
-test_split: test
-"""
+    text, number = Value("string"), Value("int64")
+    columns = {
+        **dict.fromkeys(("idx", "kind"), text),
+        "length": number,
+        "depth": Value("float64"),
+        "places": List(number),
+        **dict.fromkeys(("question", "answer", "answer_format"), text),
+        "texts": List(text),
+        "image_list": List(Image()),
+    }
+    return Features(columns).arrow_schema
 
 
-def _tail(pack: Pack, task: str, metric: str) -> str:
-    metrics = "".join(
-        f"  - metric: {each}\n    aggregation: mean\n    higher_is_better: true\n"
-        for each in (metric, *pack.tasks()[task])
-    )
-    return f"""generation_kwargs:
-  max_new_tokens: 32
-  do_sample: false
-metric_list:
-{metrics}metadata:
-  version: 1.0
-"""
-
-
-def _needle_yaml(pack: Pack, name: str) -> str:
-    return (
-        _head(pack, name, "needle")
-        + """output_type: generate_until
+NEEDLE = """output_type: generate_until
 doc_to_visual: !function lmms_eval_plugins.tasks.long_pack.doc_to_visual
 doc_to_text: !function lmms_eval_plugins.tasks.long_pack.doc_to_text
 doc_to_messages: !function lmms_eval_plugins.tasks.long_pack.doc_to_messages
@@ -181,20 +136,37 @@ lmms_eval_specific_kwargs:
     pre_prompt: "\\n\\nAnswer the question about the text and the pictures above.\\n"
     post_prompt: "\\nAnswer briefly, with a name or a number."
 """
-        + _tail(pack, "needle", "mmlongbench_acc")
-    )
-
-
-def _document_yaml(pack: Pack, name: str) -> str:
-    return (
-        _head(pack, name, "document")
-        + """class: !function lmms_eval_plugins.tasks.official.OfficialTask
+DOCUMENT = """class: !function lmms_eval_plugins.tasks.official.OfficialTask
 official: mmlongbench_doc/mmlongbench_doc.yaml
 doc_to_visual: !function lmms_eval_plugins.tasks.long_pack.doc_to_visual
 process_results: !function lmms_eval_plugins.tasks.long_pack.document_results
 """
-        + _tail(pack, "document", "mmlongbench_doc_acc")
+ASKED = {"needle": (NEEDLE, "mmlongbench_acc"), "document": (DOCUMENT, "mmlongbench_doc_acc")}  # how, and the metric
+
+
+def yaml_of(pack: Pack, task: str, name: str) -> str:
+    """Return the text of a task's file."""
+    size = pack.look.picture_size if task == "needle" else pack.look.page_size
+    what = "pictures" if task == "needle" else "pages"
+    kinds = pack.tasks()[task]
+    lengths = ", ".join(map(str, pack.lengths))
+    how, metric = ASKED[task]
+    metrics = "".join(
+        f"  - metric: {each}\n    aggregation: mean\n    higher_is_better: true\n" for each in (metric, *kinds)
     )
-
-
-YAMLS = {"needle": _needle_yaml, "document": _document_yaml}
+    return f"""# {pack.questions * len(pack.lengths) * len(kinds)} generated questions about {lengths} {what} of \
+{size[0]} x {size[1]} pixels, seed {pack.seed}.
+# Written by python -m lmms_eval_plugins.long_pack; docs/long-pack.md has its kinds and columns.
+task: {name}
+dataset_path: parquet
+dataset_kwargs:
+  data_files:
+    test: {DATA_FILE}
+test_split: test
+{how}generation_kwargs:
+  max_new_tokens: 32
+  do_sample: false
+metric_list:
+{metrics}metadata:
+  version: 1.0
+"""

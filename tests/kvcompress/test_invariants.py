@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +13,22 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
 import kvcompress
+from kvcompress.check.command import failure
+from kvcompress.check.promises import (
+    CHUNKS,
+    DECODING,
+    NotAsked,
+    a_head_is_scored_by_itself,
+    a_row_is_as_alone,
+    chooses_the_same_twice,
+)
 from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.layer_budgets import layer_budget, list_layer_budgets
 from kvcompress.measure import LargestTensor
 from kvcompress.scoring.merging import MERGES
 from kvcompress.scoring.rotary import Rotary
 from tests import fuzz
-from tests.support.calibrations import calibration_of
+from tests.support.calibrations import calibration_of, checked
 from tests.support.examples import examples, paired
 from tests.support.families import FAMILIES
 from tests.support.kept import expected_entries, kept_of, real_lengths
@@ -113,27 +124,13 @@ def test_a_row_does_not_depend_on_its_batch_or_padding(family, data):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_scores_of_a_row_do_not_depend_on_its_batch_or_padding(method, monkeypatch):
-    """Their order decides what is kept, but a merge weighs by their size."""
-    case = Case(FAMILIES["llava-onevision"], (4, 2), (60, 26), (1, 0), method, (), 0.5, seed=0)
-    seen = []
-
-    def noting(kept, keys, values, scores, view):
-        seen.append((scores.masked_fill(~view.real_columns(keys), 0.0), view.is_decoding))
-        return kept
-
-    monkeypatch.setitem(MERGES, "average", noting)
-    runs, tokens = [], None
-    for inputs in (case.inputs, case.family.solo(case.inputs, 1)):
-        with case.compress(merge="average", decode_budget=10, decode_interval=2):
-            tokens, _ = generate(case.model, inputs, 3, tokens)
-        runs.append(list(seen))
-        seen.clear()
-        tokens = tokens[1:]
-    assert {is_decoding for _, is_decoding in runs[0]} == {False, True}
-    for (scores, _), (alone, _) in zip(*runs, strict=True):
-        columns = alone.shape[-1]
-        torch.testing.assert_close(scores[1:, :, -columns:], alone, atol=1e-3, rtol=1e-3)
+def test_every_method_keeps_these_promises_of_kvcompress_check(method):
+    """Scores and kept sets of a row are those that it has alone, also where it begins in a later chunk; what
+    `mixes_heads` says is true; nothing is remembered from one call to the next."""
+    while_decoding, in_chunks = (partial(a_row_is_as_alone, **engine) for engine in (DECODING, CHUNKS))
+    for promise in (while_decoding, in_chunks, a_head_is_scored_by_itself, chooses_the_same_twice):
+        with suppress(NotAsked):
+            assert failure(promise, checked(method)) == ""
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llava-onevision", "qwen2.5-vl"])
@@ -173,19 +170,6 @@ def check_two_turns(case: Case, length: int) -> None:
     lengths = [first["input_ids"].shape[1], more.shape[1] + 1]  # the first answer's last token is new here
     kept = sum(layer.memory.log.kept for layer in cache.layers).tolist()
     assert kept == [3 * sum(expected_entries(case.ratio, n, case.on_top) for n in lengths)]
-
-
-@pytest.mark.parametrize("method", [name for name in METHODS if "seed" in kvcompress.list_methods()[name].options])
-def test_the_same_seed_selects_the_same_entries(method):
-    """Methods without a seed keep the same alone and in a batch, as by name in cache/test_decode_eviction.py."""
-    model = FAMILIES["qwen2"].build()
-    inputs = FAMILIES["qwen2"].inputs(model, [40, 25])
-    runs = []
-    for _ in range(2):
-        with kvcompress.compress(model, method, 0.3, **calibration_of(method, model)) as session:
-            generate(model, inputs, 1)
-        runs.append([[head.tolist() for row in layer for head in row] for layer in kept_of(session.cache)])
-    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("method", METHODS)

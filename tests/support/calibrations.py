@@ -10,15 +10,32 @@ import torch
 
 import kvcompress
 from kvcompress.calibration import files
+from kvcompress.check.promises import Checked
 from kvcompress.clusters.calibrated import CalibratedKVCluster
+from kvcompress.clusters.learned import LearnedKVCluster
 from kvcompress.methods import method_info
 from tests.support.families import FIRST_TEXT, VOCAB_SIZE
+from tests.support.learned_checkpoints import checkpoint_for
 
 PROMPTS, LENGTH = 3, 24
 SMALL = {"sinks": 2, "recent": 4}  # for calibrations that exclude them: shorter than the prompts
 
 _folder = tempfile.TemporaryDirectory(prefix="calibrations-")
 _made: dict[tuple[str, str], str] = {}
+
+
+def checked(method: str, **options: object) -> Checked:
+    """Return what `kvcompress check` makes of a method, with what it needs of check's models."""
+    this = Checked(method)
+    this.of_model = {tried.name: needs_of(method, tried.model) for tried in this.tried}
+    this.options = options | this.of_model["qwen2"]
+    return this
+
+
+def needs_of(method: str, model: torch.nn.Module) -> dict[str, str]:
+    """Return the option `calibration` or `checkpoint` for a method that needs it."""
+    is_learned = issubclass(method_info(method).cls, LearnedKVCluster)
+    return {"checkpoint": checkpoint_for(method, model)} if is_learned else calibration_of(method, model)
 
 
 def calibration_of(method: str | None, model: torch.nn.Module) -> dict[str, str]:

@@ -24,7 +24,7 @@ from tests.support.docs import DOCS, python_blocks
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES, IMAGE, SOME_FAMILIES, VIDEO, VISION_END, VISION_START, sliding_model
 from tests.support.kept import kept_lists, kept_of, kept_of_row, real_lengths
-from tests.support.strategies import METHODS, OPTIONS, SOME_METHODS, Case, cases
+from tests.support.strategies import METHODS, SOME_METHODS, Case, cases
 
 NEW = 4
 TOLERANCE = 1e-4  # fp32, logits of order 1
@@ -161,18 +161,6 @@ def test_a_row_does_not_depend_on_its_batch_or_padding(family, data):
             _, alone = generate(case.model, case.family.solo(inputs, row), NEW, forced=tokens[row : row + 1])
         torch.testing.assert_close(logits[row], alone[0], atol=TOLERANCE, rtol=0)
         assert kept_of_row(together, row, columns - length) == kept_of_row(session.cache)
-
-
-@pytest.mark.parametrize("method", [name for name in METHODS if takes_chunks(name)])
-def test_a_row_that_begins_in_a_later_chunk_of_its_batch_is_as_alone(method):
-    small = {name: values[0] for name, values in OPTIONS.get(method, {}).items()}
-    case = Case(FAMILIES["qwen2"], (4, 2), (5, 16), None, method, tuple(small.items()), 0.3, 0)
-    kept = []
-    for inputs, pads in ((case.inputs, 11), (case.family.solo(case.inputs, 0), 0)):
-        with case.compress(prefill_chunk=7) as session:
-            generate(case.model, inputs, 1)
-        kept.append(kept_of_row(session.cache, 0, pads))
-    assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize("method", ["h2o", "snapkv"])  # with sums that are carried on, and without

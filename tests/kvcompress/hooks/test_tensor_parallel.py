@@ -1,6 +1,5 @@
 """Tensor parallel: each process compresses its own KV heads, and together they give what one process gives."""
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ import kvcompress
 from kvcompress.check.reference import generate
 from kvcompress.policy.conflicts import TENSOR_PARALLEL, check_conflicts
 from kvcompress.policy.make import make_policy
-from kvcompress.scoring.layer_view import Settings
 from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES
 from tests.support.strategies import LEARNED
@@ -93,7 +91,7 @@ def test_two_processes_keep_and_answer_what_one_does(tmp_path):
 
 
 def test_every_other_method_is_refused():
-    """Those that are left make the same choice for a head whatever the others are: see below."""
+    """Those that are left score a head whatever the others are, as test_invariants.py tests."""
     refused = set()
     for name in kvcompress.list_methods():
         try:
@@ -127,65 +125,6 @@ def test_a_calibration_is_refused_as_it_is_of_all_heads():
     policy = make_policy("q-filters", 0.3, **calibration_of("q-filters", FAMILIES["qwen2"].build()))
     with pytest.raises(kvcompress.KVCompressError, match="calibration= does not go with tensor parallelism"):
         check_conflicts(policy, TENSOR_PARALLEL)
-
-
-@dataclasses.dataclass(frozen=True)
-class NoRotation:
-    def mean_rotation(self, future: int, head_dim: int, padding: object) -> torch.Tensor:
-        return torch.eye(head_dim)[None]
-
-    def unrotated(self, states: torch.Tensor) -> torch.Tensor:
-        return states.float()
-
-    def rows(self, rows: torch.Tensor) -> "NoRotation":
-        return self
-
-    def from_column(self, first: int) -> "NoRotation":
-        return self
-
-
-APART = [
-    name
-    for name, info in kvcompress.list_methods().items()
-    if issubclass(info.cls, kvcompress.KVCluster) and name not in {"full", *CALIBRATED} and not info.cls.mixes_heads
-]
-
-
-@pytest.mark.parametrize("method", APART)
-def test_what_a_head_keeps_does_not_depend_on_the_others(method):
-    """Unless the heads share a budget. What `mixes_heads` says of a method is true."""
-    generator = torch.Generator().manual_seed(0)
-    lengths, columns, head_dim = [60, 53], 60, 8
-    queries = torch.randn(2, KV_HEADS * GROUPS, columns, head_dim, generator=generator) * 2
-    keys, values = torch.randn(2, 2, KV_HEADS, columns, head_dim, generator=generator)
-    projection = torch.randn(32, KV_HEADS * GROUPS * head_dim, generator=generator)
-    info = kvcompress.list_methods()[method]
-    options = {"window_size": 4} if "window_size" in info.options else {}
-    policy = make_policy(method, 0.5, head_budget="uniform", **options)
-    padding = torch.tensor([[0], [7]])
-    column = torch.arange(columns)
-
-    def kept(first: int, last: int) -> list[list[int]]:
-        """Of these KV heads, alone in the world: [row * heads][entries]."""
-        of_queries, width = slice(first * GROUPS, last * GROUPS), GROUPS * head_dim
-        module = torch.nn.Module()
-        module.o_proj = torch.nn.Linear(1, 1)
-        module.o_proj.weight = torch.nn.Parameter(projection[:, first * width : last * width])
-        q, k, v = queries[:, of_queries], keys[:, first:last], values[:, first:last]
-        prompt = kvcompress.Prompt(
-            0, 1, lengths, [30, 26], head_dim**-0.5, padding, row_seeds=(1, 2), rotary=NoRotation(), module=module,
-            vision=(column >= 12) & (column < 48) & (column >= padding), frame_tokens=(9, 9),
-            settings=Settings(policy.cluster, head_budget="uniform"),
-            received=k.norm(dim=-1) if policy.cluster.second_pass else None,
-        )  # fmt: skip
-        prompt = dataclasses.replace(prompt, sums=policy.cluster.observe(q, k, prompt))
-        indices = policy.cluster.update_kv(q, policy.cluster.as_stored(k), v, prompt).indices
-        return [[column for column in head if column >= 0] for head in indices.flatten(0, 1).tolist()]
-
-    together, half = kept(0, KV_HEADS), KV_HEADS // 2
-    first, second = kept(0, half), kept(half, KV_HEADS)
-    assert together == [*first[:half], *second[:half], *first[half:], *second[half:]]
-    assert len({tuple(head) for head in together}) > 1 or method in ("streamingllm", "simlayerkv")
 
 
 if __name__ == "__main__":
