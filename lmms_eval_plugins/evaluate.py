@@ -109,6 +109,7 @@ def run(plan: Plan, argv: list[str]) -> int:
     for job in jobs:
         if job.folder not in todo:
             log(job)
+            failures.working.add(job.cell.task)
     answers = [job.kept_answers for job in pending]
     for job, kept in zip(pending, answers, strict=True):
         if kept is not None and job.cell.task not in failures.reasons:

@@ -37,18 +37,29 @@ FAILED = "failed.json"  # task -> reason
 class TaskFailures:
     """Records why tasks of a list failed, while the others are evaluated; `raise_all` reports them at the end.
 
-    The failure of a single task is raised at once. So is a failure in one of several ranks: a rank that went on alone
-    would wait for the others forever. `run_tasks` then starts the ranks again without that task.
+    The failure of a single task is raised at once, unless a cell of it is complete: then the cell is at fault, and the
+    task's others continue. A failure in one of several ranks is always raised: a rank that went on alone would wait for
+    the others forever. `run_tasks` then starts the ranks again without that task.
+
+    Attributes:
+        reasons: task -> why it failed.
+        cells: name of a cell -> why it alone failed.
+        working: the tasks of which a cell is complete.
     """
 
     def __init__(self, tasks: list[str]):
-        self._ends_run = len(tasks) == 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1
+        self._is_one_of_many = int(os.environ.get("WORLD_SIZE", 1)) > 1
+        self._ends_run = len(tasks) == 1 or self._is_one_of_many
         self._folder = Path(os.environ[FOLDER]) if FOLDER in os.environ and len(tasks) > 1 else None
         self.reasons: dict[str, str] = failed_tasks(self._folder) if self._folder else {}
+        self.cells: dict[str, str] = {}
+        self.working: set[str] = set()
 
     @contextmanager
-    def noted(self, task: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
-        """Record and print why `task` fails in this context, if the error is of one of these kinds."""
+    def noted(
+        self, task: str, kinds: tuple[type[Exception], ...] = (Exception,), cell: str | None = None
+    ) -> Iterator[None]:
+        """Record and print why `task`, or its `cell`, fails in this context, if the error is of one of these kinds."""
         try:
             yield
         except kinds as error:
@@ -56,6 +67,13 @@ class TaskFailures:
                 return
             is_known = isinstance(error, EvaluationFailed | DamagedFile | KVCompressError)
             reason = str(error) if is_known else f"{type(error).__name__}: {error}"
+            is_of_all = isinstance(error, OSError | EvaluationFailed | DamagedFile)  # files and scorers are shared
+            if cell and task in self.working and not is_of_all and not self._is_one_of_many:
+                if not is_known:
+                    traceback.print_exc()
+                self.cells[cell] = reason
+                fail(f"{reason} (cell {cell} is left out, the others continue)", 1)
+                return
             if self._ends_run:
                 if self._folder:
                     leave(self._folder, task, reason)
@@ -66,10 +84,14 @@ class TaskFailures:
             fail(f"{reason} (task {task} is left out, the others continue)", 1)
 
     def raise_all(self) -> None:
-        """Raise EvaluationFailed if a task failed."""
-        if self.reasons:
-            which = "; ".join(f"{task} ({reason})" for task, reason in self.reasons.items())
-            raise EvaluationFailed(f"{len(self.reasons)} task(s) without results: {which}")
+        """Raise EvaluationFailed if a task or cell failed."""
+        parts = [
+            f"{len(failed)} {kind}(s) without results: {'; '.join(f'{name} ({why})' for name, why in failed.items())}"
+            for kind, failed in (("task", self.reasons), ("cell", self.cells))
+            if failed
+        ]
+        if parts:
+            raise EvaluationFailed("; ".join(parts))
 
 
 def run_tasks(processes: int, argv: list[str]) -> int:

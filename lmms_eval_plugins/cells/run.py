@@ -49,8 +49,8 @@ PACKAGES = ("kvcompress", "torch", "transformers", "lmms-eval", "datasets", "acc
 def evaluate_cells(
     lm: "Answerer", jobs: list[Job], failures: TaskFailures, finished: Callable[[Job], None] = lambda job: None
 ) -> None:
-    """Evaluate cells one by one and show the progress. If one fails, the other cells of its task are skipped.
-    `finished` is called after each cell, on every rank."""
+    """Evaluate cells one by one and show the progress. If one fails, it is left out, or with it all others of its task,
+    see TaskFailures. `finished` is called after each cell, on every rank."""
     grid, task = Grid([job.questions for job in jobs]), None
     lm.progress_bar = partial(grid.bar, disable=rank() != 0)
     for number, job in enumerate(jobs):
@@ -60,9 +60,14 @@ def evaluate_cells(
         grid.begin(number, job.name)
         is_done = False
         if job.cell.task not in failures.reasons:
-            with failures.noted(job.cell.task), left_out_of_a_group(job.name, job.cell.method in job.plan.of_groups):
+            is_of_group = job.cell.method in job.plan.of_groups
+            with (
+                failures.noted(job.cell.task, cell=f"{job.cell.task}/{job.name}"),
+                left_out_of_a_group(job.name, is_of_group),
+            ):
                 evaluate_cell(lm, job)
                 finished(job)
+                failures.working.add(job.cell.task)
                 is_done = True
         if not is_done:
             grid.skip(number)

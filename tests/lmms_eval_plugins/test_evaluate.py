@@ -166,6 +166,25 @@ def test_failure_in_generate_ends_with_1_and_no_results(monkeypatch, capsys, err
     assert not list(Path("results").rglob("*.json*"))
 
 
+def test_a_cell_that_fails_beside_complete_ones_is_left_out_and_the_others_continue(monkeypatch, capsys):
+    original = KVCompressLM.generate_until
+
+    def broken(self, requests):
+        if self.compression.ratio == 0.1:
+            raise RuntimeError("out of range")
+        return original(self, requests)
+
+    monkeypatch.setattr(KVCompressLM, "generate_until", broken)
+    done = Path("results/tiny_textvqa/tiny")
+    for ratios in ("0.2,0.1,0.05", "0.2,0.1,0.5"):  # then it comes before any other that is to be computed
+        assert evaluate.main([*FOUR[:3], ratios, "--limit", "1"]) == 1
+        said = "error: 1 cell(s) without results: tiny_textvqa/snapkv-0.1 (RuntimeError: out of range)"
+        assert error_line(capsys) == said
+        assert sorted(path.parent.name for path in done.glob("*/results.json")) == sorted(
+            f"snapkv-{ratio}-limit=1" for ratio in {*ratios.split(","), "0.05"} - {"0.1"}
+        )
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_keeps_finished_cells_and_tidies_up(monkeypatch, capsys, number):
     original = KVCompressLM.generate_until

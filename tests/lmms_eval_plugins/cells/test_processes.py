@@ -142,6 +142,29 @@ def test_an_error_that_says_what_is_wrong_is_one_line_among_tasks(error, capsys)
     assert failures.reasons == {"one": str(error)}
 
 
+def test_a_cell_is_at_fault_if_another_is_complete_and_files_and_ranks_are_not_concerned(monkeypatch, capsys):
+    broken = ValueError("its own")
+    for error, is_complete, ranks in ((broken, False, 1), (broken, True, 2), (OSError("disk"), True, 1)):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        failures = processes.TaskFailures(["one"])
+        failures.working = {"one"} if is_complete else set()
+        with pytest.raises(type(error)), failures.noted("one", cell="one/snapkv-0.5"):
+            raise error
+    monkeypatch.delenv("WORLD_SIZE")
+    failures = processes.TaskFailures(["one", "two"])
+    failures.working.add("one")
+    for task in ("one", "two"):
+        with failures.noted(task, cell=f"{task}/snapkv-0.5"):
+            raise broken
+    assert (failures.cells, failures.reasons) == (
+        {"one/snapkv-0.5": "ValueError: its own"},
+        {"two": "ValueError: its own"},
+    )
+    assert "(cell one/snapkv-0.5 is left out, the others continue)" in capsys.readouterr().err
+    with pytest.raises(EvaluationFailed, match=r"1 task.s. without results: two .*; 1 cell.s. without results: one/"):
+        failures.raise_all()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_all_ranks_with_one_line(started, capfd, monkeypatch, number):
     def sleep(seconds):
