@@ -149,7 +149,7 @@ class Choice:
         cluster = self.policy.cluster
         kept = cluster.update_kv(queries, keys, values, view)
         if type(cluster).update_kv is not KVCluster.update_kv:
-            check_kept(kept, f"{type(cluster).__name__}.update_kv", keys, view)
+            check_kept(kept, f"{type(cluster).__name__}.update_kv", keys, values, view)
         return kept
 
     def assess(self, candidates: Candidates) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -167,7 +167,7 @@ class Choice:
                 measured = rule.measure(*states, scores, view)
             measured = checked_rows(measured, place, len(scores))
             if rule.measures_shares:
-                check_measured(measured, place, states)
+                check_measured(measured, place, states, view)
         return scores, measured
 
     def keep_scored(self, candidates: Candidates, scores: torch.Tensor, budgets: list[int]) -> Kept:

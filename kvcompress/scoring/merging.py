@@ -35,7 +35,7 @@ def merge_evicted(
     place = f"merge {merge!r}"
     with unchanged(place, keys, values, scores):
         merged = MERGES[merge](kept, keys, values, scores, view)
-    check_kept(merged, place, keys, view)
+    check_kept(merged, place, keys, values, view)
     if merged.indices.shape != kept.indices.shape:
         raise KVCompressError(
             f"{place} returned {merged.indices.shape[2]} entries per head of {kept.indices.shape[2]}: it merges into "

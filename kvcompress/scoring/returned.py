@@ -111,8 +111,8 @@ def check_columns(columns: object, place: str, keys: torch.Tensor, view: LayerVi
         )
 
 
-def check_kept(kept: object, place: str, keys: torch.Tensor, view: LayerView) -> None:
-    """Raise KVCompressError if `place` returned no `Kept` of columns of these keys, see `check_columns`."""
+def check_kept(kept: object, place: str, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> None:
+    """Raise KVCompressError if `place` returned no `Kept` of columns of these keys and values, see `check_columns`."""
     if not isinstance(kept, Kept):
         raise KVCompressError(f"{place} returned {type(kept).__name__}: it must be kvcompress.Kept")
     check_columns(kept.indices, f"{place} (in indices)", keys, view)
@@ -123,20 +123,24 @@ def check_kept(kept: object, place: str, keys: torch.Tensor, view: LayerView) ->
             f"{place} returned keys for (batch, kv_heads, kept) {of_keys}, values for {of_values}, indices for "
             f"{of_indices}"
         )
-    if kept.keys.shape[3:] != keys.shape[3:] or {kept.keys.dtype, kept.values.dtype} != {keys.dtype}:
-        raise KVCompressError(
-            f"{place} returned keys of {kept.keys.shape[3]} channels in {kept.keys.dtype}, values in "
-            f"{kept.values.dtype}: they must have the keys' {keys.shape[3]} and {keys.dtype}"
-        )
+    for name, part, given in (("keys", kept.keys, keys), ("values", kept.values, values)):
+        if part.shape[3:] != given.shape[3:] or part.dtype != given.dtype:
+            raise KVCompressError(
+                f"{place} returned {name} of {part.shape[3]} channels in {part.dtype}, "
+                f"made of {given.shape[3]} in {given.dtype}"
+            )
 
 
-def check_measured(measured: torch.Tensor, place: str, states: Iterable[torch.Tensor | None]) -> None:
-    """Raise KVCompressError, on a CPU, for NaN or infinities (batch, ...) that `place` measured of a row whose states
-    are finite."""
+def check_measured(
+    measured: torch.Tensor, place: str, states: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor], view: LayerView
+) -> None:
+    """Raise KVCompressError, on a CPU, for NaN or infinities (batch, ...) that `place` measured of a row that has
+    entries, and whose queries, keys and values are finite."""
     if measured.device.type != "cpu" or bool(
         (is_finite := measured.isfinite().reshape(len(measured), -1).all(1)).all()
     ):
         return
+    is_finite = is_finite | ~view.real_columns(states[1]).flatten(1).any(1)
     for each in states:
         if each is not None:
             is_finite = is_finite | ~each.flatten(1).isfinite().all(1)

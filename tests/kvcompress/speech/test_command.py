@@ -200,7 +200,7 @@ def test_memory_that_runs_out_is_written_down(run, monkeypatch, capsys):
         ({"flags": ["--without", "ears"]}, "--without: invalid choice: 'ears' (choose from"),
         ({"flags": ["--speaker", "Nobody"]}, "no speaker 'Nobody'"),
         ({"flags": ["--window", "0", "1", "1"]}, "chunk must be at least 1"),
-        ({"flags": ["--text-tokens", "1"]}, "--text-tokens 1: at least 2"),
+        ({"flags": ["--text-tokens", "1"]}, "--text-tokens 1: speech needs at least 2"),
         ({"flags": ["--strategies", "static-overlap", "--without", "speech"]}, "overlaps text and speech"),
         ({"flags": ["--decode-budget", "9"]}, "cache_implementation='static' does not go with decode_budget="),
         ({"method": "full", "ratio": "1", "flags": ["--talker-decode-budget", "9"]}, "decode_budget"),
