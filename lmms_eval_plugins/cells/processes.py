@@ -68,20 +68,16 @@ class TaskFailures:
             is_known = isinstance(error, EvaluationFailed | DamagedFile | KVCompressError)
             reason = str(error) if is_known else f"{type(error).__name__}: {error}"
             is_of_all = isinstance(error, OSError | EvaluationFailed | DamagedFile)  # files and scorers are shared
-            if cell and task in self.working and not is_of_all and not self._is_one_of_many:
-                if not is_known:
-                    traceback.print_exc()
-                self.cells[cell] = reason
-                fail(f"{reason} (cell {cell} is left out, the others continue)", 1)
-                return
-            if self._ends_run:
+            is_of_cell = cell and task in self.working and not is_of_all and not self._is_one_of_many
+            if self._ends_run and not is_of_cell:
                 if self._folder:
                     leave(self._folder, task, reason)
                 raise
             if not is_known:
                 traceback.print_exc()
-            self.reasons[task] = reason
-            fail(f"{reason} (task {task} is left out, the others continue)", 1)
+            kind, name, failed = ("cell", cell, self.cells) if is_of_cell else ("task", task, self.reasons)
+            failed[name] = reason
+            fail(f"{reason} ({kind} {name} is left out, the others continue)", 1)
 
     def raise_all(self) -> None:
         """Raise EvaluationFailed if a task or cell failed."""
