@@ -285,7 +285,8 @@ def is_shareable(model: PreTrainedModel, cache: object, kwargs: dict[str, Any]) 
         return False
     policy = cache.policy
     # attention_sums.py computes the attention itself, equal up to rounding; here it must be equal bit for bit.
-    if policy.sums_attention and model.device.type == "cpu" and model.dtype == torch.float32:
+    in_fp32 = model.device.type == "cpu" and model.dtype == torch.float32
+    if policy.sums_attention and in_fp32 and cache.announced.padding is None:
         return False
     return policy.tokens is None and policy.engine.prefill_chunk is None and policy.engine.scope != "context-first"
 
