@@ -3,8 +3,8 @@
 import torch
 
 from ..scoring.answer import Answer
-from ..scoring.rotary import Rotary
 from .passes import KeysAndValues, Pass, Waiting
+from .scope import States
 
 
 class AnswerPass(Pass):
@@ -52,10 +52,8 @@ class AnswerPass(Pass):
         answer[..., -1] = True
         return self._visible(answer)
 
-    def after_attention(
-        self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
-    ) -> Pass:
-        self._queries.append(queries)
+    def after_attention(self, states: States) -> Pass:
+        self._queries.append(states.queries)
         return self
 
     def finish(self) -> Waiting:

@@ -181,14 +181,14 @@ class CompressedCache(DynamicCache):
             layer.rotate(rotary)
 
     def finish(self) -> None:
-        """Finish a prompt: if the layers' budgets depend on all layers, compress them now."""
-        waiting = [layer.waiting for layer in self.compressed_layers if layer.waiting is not None]
-        if waiting:
+        """Finish a prompt: if the choices wait for all layers, make them now."""
+        waiting = [layer.waiting for layer in self.compressed_layers]
+        if waiting[0] is not None:  # then all layers wait
             with own_dtypes(waiting[0].candidates.keys.device):
-                self._finish_waiting(waiting)
+                self._choose(waiting)
         self._count_together()
 
-    def _finish_waiting(self, waiting: list[Waiting]) -> None:
+    def _choose(self, waiting: list[Waiting]) -> None:
         for prompt in waiting:
             if prompt.scores is None:
                 prompt.assess()
@@ -292,7 +292,7 @@ class CompressedCache(DynamicCache):
         with saved.read(path, model) as content:
             cache = cls(model.config, **content.value("asked"))
             content.check(cache.policy)
-            for layer, (state, device) in zip(cache.layers, content.layers("layers"), strict=True):
+            for layer, (state, device) in zip(cache.layers, content.layers(), strict=True):
                 if isinstance(layer, CompressedLayer):
                     layer.restore_state(state, device)
                 else:
@@ -303,7 +303,7 @@ class CompressedCache(DynamicCache):
     def forget_last(self) -> None:
         """Drop the prompt's last token, so that it can be fed again on the compressed cache."""
         for layer in self.compressed_layers:
-            layer.forget_last()
+            layer.memory.forget_last()
         self._count_together()
 
     @contextmanager

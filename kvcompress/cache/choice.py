@@ -41,20 +41,15 @@ class Choice:
 
     def budgets(self, tokens: NewTokens) -> list[int]:
         """Return the entries to keep of each row's context, per KV head."""
-        policy = self.policy
-        if policy.tokens is not None:
+        budget = self.policy.budget
+        if self.policy.tokens is not None:
             return tokens.context
-        if policy.engine.ratio_of == "prompt":
+        if self.policy.engine.ratio_of == "prompt":
             # A piece of a prompt may be mostly protected; the prompt's own budget was checked (protected.py).
             least = tokens.protected_lengths or [0] * len(tokens.context)
-            return [
-                max(policy.budget(length), some) if length else 0
-                for length, some in zip(tokens.context, least, strict=True)
-            ]
-        return [
-            length - images + (policy.budget(images) if images else 0)
-            for length, images in zip(tokens.context, tokens.vision_lengths, strict=True)
-        ]
+            return [max(budget(length), some) for length, some in zip(tokens.context, least, strict=True)]
+        counts = zip(tokens.context, tokens.vision_lengths, strict=True)
+        return [length - images + budget(images) for length, images in counts]
 
     def view(
         self, tokens: NewTokens, budgets: list[int], states: States, merge_threshold: torch.Tensor | None
@@ -216,11 +211,7 @@ class Choice:
         seen: int,
         lengths: list[int],
         budgets: list[int],
-        queries: torch.Tensor | None,
-        new: torch.Tensor | None,
-        scaling: float,
-        module: torch.nn.Module,
-        rotary: Rotary | None,
+        states: States,
         held: list[list[int]] | None = None,
         has_no_pads: bool = False,
         reading: bool = False,
@@ -234,8 +225,7 @@ class Choice:
             memory: what lasted since earlier choices.
             lengths: tokens of each row so far, evicted ones included.
             budgets: entries to keep, as a mean over the layers.
-            queries: the queries that the cluster scores with.
-            new: the latest queries, which are not in the sums yet.
+            states: with all remembered queries, or a chunk's.
             held, has_no_pads: as in `Memory`; without them pads are counted, which waits for the device.
             reading: as in `StoredEntries`.
             stays: the rows that keep everything, whatever their budget.
@@ -259,11 +249,11 @@ class Choice:
             self.num_layers,
             lengths,
             budgets,
-            scaling,
+            states.scaling,
             padding=padding,
             row_seeds=log.row_seeds,
-            module=module,
-            rotary=rotary,
+            module=states.module,
+            rotary=states.rotary,
             settings=self.settings,
             stored=StoredEntries(kept.indices, seen, tuple(lengths), reading),
             merge_threshold=memory.merge_threshold,
@@ -274,6 +264,7 @@ class Choice:
         )
         entries = [max(of_heads) for of_heads in held]
         if self.policy.carries_sums:
+            new = states.queries if reading else states.queries[:, :, -memory.decoded :]
             view = replace(view, sums=kept.sums + self._added(new, kept.keys, view))
             kept = replace(kept, sums=view.sums)
         # Layers share a row's budget by its tokens, which are the same for all, not by the entries that each holds.
@@ -284,11 +275,14 @@ class Choice:
         ]
         view = replace(view, lengths=entries, budgets=budgets, mean_budgets=tuple(view.budgets))
         if budgets == entries:
-            if view.stored.reading:  # for decoding, even if the last chunk evicts nothing
+            if reading:  # for decoding, even if the last chunk evicts nothing
                 kept = replace(kept, noted=self._note_of_all(kept.keys, kept.values, view))
             kept = replace(kept, total=kept.indices.numel() if view.padding is None else None, held=held)
             return kept if kept.sums is None else replace(kept, sums=self.policy.cluster.carried(kept.sums, view))
-        result = self._chosen(queries, kept.keys, kept.values, view)
+        voters = states.queries
+        if voters is not None and not (reading and self.policy.cluster.unrotated_queries):
+            voters = self.voters(voters)  # of a chunk, statistics of unrotated queries are of all, as in a first chunk
+        result = self._chosen(voters, kept.keys, kept.values, view)
         if fills_all_slots(view):
             return replace(result, indices=kept.indices.gather(2, result.indices), total=result.indices.numel())
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill_(result.indices < 0, -1)

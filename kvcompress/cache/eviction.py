@@ -6,22 +6,20 @@ import torch
 
 from ..device import on_device
 from ..scoring.layer_view import Kept
-from ..scoring.rotary import Rotary
 from .choice import Choice
 from .memory import Memory, SequenceLog
 from .protected import Protected
+from .scope import States
 
 LASTING = ("merge_threshold", "noted")  # of a memory, what an eviction leaves for the next
 
 
-def evict(
-    choice: Choice, memory: Memory, scaling: float, module: torch.nn.Module, rotary: Rotary | None = None
-) -> None:
-    """Reduce the stored entries, decoded ones included, to the decode budget. Arguments as in `States`."""
+def evict(choice: Choice, memory: Memory, states: States) -> None:
+    """Reduce the stored entries, decoded ones included, to the decode budget."""
     queries = torch.cat(memory.latest_queries, dim=2) if memory.latest_queries else None
-    kept, seen = memory.kept(), memory.seen
-    pads = memory.held(), memory.has_no_pads
-    memory.reduce_to(kept, left_of(choice, memory, kept, seen, queries, scaling, module, rotary, *pads), seen)
+    kept, seen, held = memory.kept(), memory.seen, memory.storage.held()
+    left = left_of(choice, memory, kept, seen, replace(states, queries=queries), held, memory.has_no_pads)
+    memory.reduce_to(kept, left, seen)
     memory.decoded = 0
 
 
@@ -30,24 +28,16 @@ def left_of(
     memory: Memory,
     kept: Kept,
     seen: int,
-    queries: torch.Tensor | None,
-    scaling: float,
-    module: torch.nn.Module,
-    rotary: Rotary | None,
+    states: States,
     held: list[list[int]] | None,
     has_no_pads: bool = False,
 ) -> Kept:
-    """Return what the decode budget leaves of `kept`, the entries of `seen` tokens, given the remembered `queries`.
-
-    Other arguments as in `Choice.reduce`."""
+    """Return what the decode budget leaves of `kept`, the entries of `seen` tokens. Arguments as in `Choice.reduce`."""
     lengths = [length + seen - memory.log.columns for length in memory.log.lengths]
-    voters = new = None
-    if queries is not None:
-        voters, new = choice.voters(queries), queries[:, :, -memory.decoded :]
     budgets = [choice.policy.decode(length) for length in lengths]
-    rotary = memory.rotary if choice.policy.moves_keys else rotary
-    of_layer = scaling, module, rotary, held
-    return choice.reduce(kept, memory, seen, lengths, budgets, voters, new, *of_layer, has_no_pads=has_no_pads)
+    if choice.policy.moves_keys:
+        states = replace(states, rotary=memory.rotary)
+    return choice.reduce(kept, memory, seen, lengths, budgets, states, held, has_no_pads)
 
 
 def kind(memory: Memory) -> tuple:
@@ -62,11 +52,8 @@ def evict_together(
     memories: list[Memory],
     seen: list[int],
     held: Kept,
-    queries: torch.Tensor | None,
+    states: States,
     decoded: int,
-    scaling: float,
-    module: torch.nn.Module,
-    rotary: Rotary | None,
     counts: list[list[int]] | None = None,
 ) -> Kept:
     """Return what the decode budget leaves of several sequences, and note in their memories what lasts.
@@ -74,7 +61,7 @@ def evict_together(
     Args:
         seen: tokens of each sequence.
         held: one row per sequence, with the sequence's own columns; so is the result.
-        queries: the latest queries of each sequence, (rows, heads, some, head_dim), NaN where there are none.
+        states: with the latest queries of each sequence, (rows, heads, some, head_dim), NaN where there are none.
         decoded: tokens since the latest eviction.
         counts: entries of `held`, [row][head].
     """
@@ -91,7 +78,7 @@ def evict_together(
     for name in LASTING:
         if getattr(memories[0], name) is not None:
             setattr(joined, name, torch.cat([getattr(memory, name) for memory in memories]))
-    left = left_of(choice, joined, kept, columns, queries, scaling, module, rotary, held=counts)
+    left = left_of(choice, joined, kept, columns, states, counts)
     if left.indices is kept.indices:  # nothing was evicted
         return held if left.sums is None else replace(held, sums=left.sums)
     for row, memory in enumerate(memories):

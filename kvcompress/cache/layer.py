@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -152,11 +153,6 @@ class CompressedLayer(CacheLayerMixin):
         return self.memory.stored
 
     @property
-    def staged(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values of the prompt being processed."""
-        return self._pass.staged
-
-    @property
     def waiting(self) -> Waiting | None:
         """The prompt whose choice waits for the other layers."""
         return self._pass if isinstance(self._pass, Waiting) else None
@@ -187,13 +183,10 @@ class CompressedLayer(CacheLayerMixin):
         """Prepare for reading columns of the waiting prompt again; arguments as in `Rereading`."""
         self._pass = Rereading(self.waiting, columns, missing, sinks)
 
-    def begin_answer(self) -> None:
-        """Prepare for an answer to the waiting prompt, token by token."""
+    def begin_answer(self) -> AnswerPass:
+        """Prepare for an answer to the waiting prompt, and return its pass."""
         self._pass = AnswerPass(self.waiting)
-
-    def next_answer_token(self, pads: torch.Tensor) -> None:
-        """Prepare for the next token of the answer; `pads` as in `AnswerPass`."""
-        self._pass.pads = pads
+        return self._pass
 
     def end_answer(self) -> None:
         """Finish the answer."""
@@ -287,10 +280,6 @@ class CompressedLayer(CacheLayerMixin):
         self.lazy_initialization(nothing, nothing)
         self.restore(Memory.of_state(self.policy, self._room, state["memory"]))
 
-    def forget_last(self) -> None:
-        """Drop the last token of the prompt just compressed, so that it can be fed again."""
-        self.memory.forget_last()
-
     # -- for the attention function
 
     @property
@@ -328,21 +317,23 @@ class CompressedLayer(CacheLayerMixin):
 
         `queries` are (batch, heads, new, head_dim), and `module` is the model's attention module."""
         rotary, self._rotary = self._rotary, None
-        if self.staged is not None:
-            queries = self._pass.all_queries(queries)
-            self.memory.look_at(queries, self.staged[0].shape[1], self._pass.tokens)
-        scored = queries
-        if self.policy.cluster.reads_hidden and (self._pass is not self._decoding or self.policy.decode is not None):
-            scored, self._features = self.choice.known_features(self._features), None
         if rotary is not None:  # it is on the first layer's device
             rotary = rotary.to(queries.device)
+        states = States(queries, scaling, module, rotary)
+        if self._pass.staged is not None:
+            keys, values = self._pass.staged
+            states = replace(states, queries=self._pass.all_queries(queries), keys=keys, values=values)
+            self.memory.look_at(states.queries, keys.shape[1], self._pass.tokens)
+            self.scaling, self.module = scaling, module
+        scored = states
+        if self.policy.cluster.reads_hidden and (self._pass is not self._decoding or self.policy.decode is not None):
+            scored = replace(states, queries=self.choice.known_features(self._features))
+            self._features = None
 
         def compress() -> None:
-            self._pass = self._pass.after_attention(scored, scaling, module, rotary)
+            self._pass = self._pass.after_attention(scored)
 
-        if self.staged is not None:
-            self.scaling, self.module = scaling, module
-            states = States(queries, *self.staged, scaling, module, rotary)
+        if states.keys is not None:
             for listener in self._listeners.values():
                 compress = partial(listener, states, compress)
         with own_dtypes(queries.device):

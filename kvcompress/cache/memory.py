@@ -152,10 +152,6 @@ class Memory:
     def has_fixed_shapes(self) -> bool:
         return self.storage is not None and self.storage.has_fixed_shapes
 
-    def held(self) -> list[list[int]] | None:
-        """Return the slots in use of `kept()`, [row][head], if the host knows them."""
-        return self.storage.held()
-
     def kept(self) -> Kept:
         """Return all stored entries with their sums, which are 0 for tokens appended since."""
         kept = self.storage.kept(self.seen)

@@ -17,7 +17,6 @@ from ..device import on_device
 from ..errors import KVCompressError
 from ..scoring.layer_view import Kept
 from ..scoring.rereading import received
-from ..scoring.rotary import Rotary
 from ..scoring.windows import pad_columns
 from .choice import Choice
 from .eviction import evict
@@ -61,11 +60,8 @@ class Pass:
         keys), True = attend; None if every query sees every key."""
         raise self.never_compressed()
 
-    def after_attention(
-        self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
-    ) -> "Pass":
-        """Finish the pass and return the next one, after the layer has attended with `queries` (batch, heads, new,
-        head_dim). Arguments as in `States`."""
+    def after_attention(self, states: States) -> "Pass":
+        """Finish the pass after the layer's attention, and return the next pass."""
         raise self.never_compressed()
 
     def never_compressed(self) -> KVCompressError:
@@ -105,16 +101,14 @@ class Decoding(Pass):
             visible = shown if visible is None else visible & shown
         return None if visible is None else visible[:, :, None]
 
-    def after_attention(
-        self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
-    ) -> Pass:
+    def after_attention(self, states: States) -> Pass:
         if self._hiding is not None and self._layer_idx == self._hiding.first_layer - 1:
-            self._hiding.look(self.memory, self.memory.kept, self.memory.seen, queries, scaling)
+            self._hiding.look(self.memory, self.memory.kept, self.memory.seen, states.queries, states.scaling)
         if self._evicts:
-            self.memory.remember(self.choice.latest(queries, rotary))
-            self.memory.decoded += queries.shape[2]
+            self.memory.remember(self.choice.latest(states.queries, states.rotary))
+            self.memory.decoded += states.queries.shape[2]
             if self.memory.decoded >= self.choice.policy.decode_interval:
-                evict(self.choice, self.memory, scaling, module, rotary)
+                evict(self.choice, self.memory, states)
         return self
 
 
@@ -170,13 +164,10 @@ class Prefill(Pass):
         new = new[:, None].expand(batch, visible.shape[1], -1, -1)
         return torch.cat([visible[:, :, None].expand(-1, -1, query_length, -1), new], dim=-1)
 
-    def after_attention(
-        self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
-    ) -> Pass:
-        (keys, values), self._staged = self._staged, None
+    def after_attention(self, states: States) -> Pass:
+        self._staged = None
         self.memory.begin(self.tokens)
-        keys = self.choice.policy.cluster.as_stored(keys)
-        return self._compress(States(queries, keys, values, scaling, module, rotary))
+        return self._compress(replace(states, keys=self.choice.policy.cluster.as_stored(states.keys)))
 
     def _compress(self, states: States) -> Pass:
         """Store the entries that the cluster keeps, or let the prompt wait if the choice depends on all layers."""
@@ -213,23 +204,20 @@ class LaterChunk(Prefill):
 
     def _compress(self, states: States) -> Pass:
         choice, memory, tokens, log = self.choice, self.memory, self.tokens, self.memory.log
-        queries, keys, values, rotary = states.queries, states.keys, states.values, states.rotary
+        keys, values, rotary = states.keys, states.values, states.rotary
         seen = self.first + tokens.columns
         log.join(tokens, self.first)
         if choice.policy.decode is not None:
-            memory.remember(choice.latest(queries, states.rotary, tokens.padding))
+            memory.remember(choice.latest(states.queries, rotary, tokens.padding))
         least = [0] * len(log.lengths) if log.protected is None else log.protected.entries
-        budgets = [
-            max(choice.policy.budget(length), some) if length else 0
-            for length, some in zip(log.lengths, least, strict=True)
-        ]
+        budgets = [max(choice.policy.budget(length), some) for length, some in zip(log.lengths, least, strict=True)]
         is_unscored = choice.policy.decode is None and not choice.policy.carries_sums
         if is_unscored and budgets == log.lengths and memory.is_whole:
             memory.settle_whole(tokens, keys, values, None)
             log.kept = on_device(budgets, keys.device, torch.float32)
             return self.then
         indices = torch.arange(self.first, seen, device=keys.device).expand(keys.shape[:3])
-        queries = choice.unrotated(queries, rotary)
+        queries = choice.unrotated(states.queries, rotary)
         if tokens.padding is not None:  # pads follow stored entries: NaN queries do not affect scores
             pads = pad_columns(tokens.padding.to(keys.device), tokens.columns)
             indices, queries = indices.masked_fill(pads, -1), queries.masked_fill(pads.unsqueeze(-1), torch.nan)
@@ -237,19 +225,13 @@ class LaterChunk(Prefill):
         has_no_pads = memory.has_no_pads and tokens.padding is None
         both = joined(memory.kept(), Kept(keys, values, indices))
         both = both if has_no_pads else right_aligned(both)
-        # A cluster takes statistics of unrotated queries: of the whole chunk, as in a first chunk.
-        voters = queries if choice.policy.cluster.unrotated_queries else choice.voters(queries)
         reduced = choice.reduce(
             both,
             memory,
             seen,
             log.lengths,
             budgets,
-            voters,
-            queries,
-            states.scaling,
-            states.module,
-            rotary,
+            replace(states, queries=queries, rotary=rotary),
             has_no_pads=has_no_pads,
             reading=True,
             stays=[not length for length in tokens.lengths],  # alone they would have no such chunk
@@ -341,16 +323,14 @@ class Rereading(Pass):
         new = causal(query_length, query_length, self._fed_pads(query_length), keys.device)
         return torch.cat([~old[:, None].expand(-1, query_length, -1), new], dim=-1)[:, None]
 
-    def after_attention(
-        self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
-    ) -> Pass:
-        candidates = self.waiting.candidates
+    def after_attention(self, states: States) -> Pass:
+        candidates, queries = self.waiting.candidates, states.queries
         rows = self.columns[:, None, :, None].expand(-1, candidates.keys.shape[1], -1, candidates.keys.shape[3])
         keys, fed_pads = candidates.keys.gather(2, rows), self._fed_pads(queries.shape[2])
         group_votes = self.choice.policy.cluster.group_votes
-        noted = received(queries, keys, self._fed_keys, self.missing, fed_pads, scaling, group_votes)[..., self.sinks :]
+        found = received(queries, keys, self._fed_keys, self.missing, fed_pads, states.scaling, group_votes)
         # Missing columns received nothing, so it does not matter where they are recorded.
-        candidates.view.received.scatter_reduce_(2, rows[:, :, self.sinks :, 0], noted, "amax")
+        candidates.view.received.scatter_reduce_(2, rows[:, :, self.sinks :, 0], found[..., self.sinks :], "amax")
         return self.waiting
 
     def _fed_pads(self, fed: int) -> torch.Tensor:

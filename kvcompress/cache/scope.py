@@ -16,19 +16,19 @@ class States:
     """The inputs of one layer's attention in a forward pass.
 
     Attributes:
-        queries: (batch, heads, new, head_dim), rotated.
-        keys, values: (batch, kv_heads, new, head_dim), of the new tokens alone.
+        queries: (batch, heads, new, head_dim), rotated; while decoding evicts, the remembered ones or None.
         scaling: factor of q·k before the softmax.
         module: the model's attention module.
         rotary: the rotation of the pass's queries, if the method wants them unrotated.
+        keys, values: (batch, kv_heads, new, head_dim), of a prompt's new tokens alone; None in other passes.
     """
 
-    queries: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
+    queries: torch.Tensor | None
     scaling: float
     module: torch.nn.Module
     rotary: Rotary | None = None
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
 
 
 @dataclass

@@ -123,7 +123,8 @@ class Session:
         self.model, self.cache = unwrapped(model), None
         self._decoder = text_decoder(self.model)
         self._config = self._decoder.config
-        self._tower, self._frames, self._prefixes = tower, FrameRecorder(self.model), prefix_cache
+        self._tower, self._frames = tower, FrameRecorder(self.model)
+        self._prefixes = PrefixCache(gb=0) if prefix_cache is None else prefix_cache
         self.is_entered, self._new_cache = False, new_cache
         self._reference = ModelReference(self.model)
         self._forward_names = list(inspect.signature(self.model.forward).parameters)
@@ -217,7 +218,7 @@ class Session:
         is_prompt = cache.start(batch, columns, ids, mask, grid)
         policy = cache.policy
         if not torch.compiler.is_compiling():
-            is_hooked = policy.hooks_prompts or self._prefixes is not None or self._pieces is not None
+            is_hooked = policy.hooks_prompts or self._prefixes.room > 0 or self._pieces is not None
             self._threads.enter((is_prompt and is_hooked) or policy.hooks_steps)
         self._end_pass()  # of an interrupted pass
         if is_prompt and policy.tokens is not None:
@@ -233,11 +234,11 @@ class Session:
         if policy.engine.prefill_chunk is not None and is_prompt:
             self._of_pass += feed_in_chunks(self._decoder, cache)
         if is_prompt and policy.engine.scope == "context-first":
-            self._of_pass += read_context_first(
-                self._decoder, cache, partial(self._read_context, cache), partial(self._choose, cache)
-            )
-        if is_prompt and (self._prefixes is not None or self._pieces is not None):
-            self._of_pass += self._resumed(cache, wanted_outputs(kwargs))
+            read = partial(self._prefixes.read_context, self._decoder, self._base, cache)
+            self._of_pass += read_context_first(self._decoder, cache, read, partial(self._choose, cache))
+        if is_prompt:
+            prompt, wanted = self._pieces or ResumedPrompt(), wanted_outputs(kwargs)
+            self._of_pass += self._prefixes.attach(prompt, self._decoder, self._base, cache, wanted)
         kwargs = {name: value for name, value in kwargs.items() if name not in NAMES} | {self._cache_name: cache}
         if isinstance(cache, CompressedCache):
             self.cache = cache
@@ -245,26 +246,12 @@ class Session:
                 cache.filled_by = self._reference
         return (), kwargs
 
-    def _read_context(self, cache: CompressedCache, inputs: dict, compress: Callable[[], None]) -> None:
-        """Read and compress a prompt's context, unless the prefix cache holds what `cache` keeps of it."""
-        if self._prefixes is None:
-            compress()
-        else:
-            self._prefixes.read_context(self._decoder, self._base, cache, inputs, compress)
-
     def _choose(self, cache: CompressedCache, output: Any = None) -> None:
         """Make the choices that wait for the whole prompt, given the model's output, or for its context."""
         second, cache.second_pass = cache.second_pass, None
         if second is not None and cache.policy.cluster.second_pass:
             second.run(self.model, self._decoder, None if output is None else output.logits, cache)
         cache.finish()
-
-    def _resumed(self, cache: CompressedCache, wanted: object) -> list[ResumedPrompt]:
-        """Let a prompt's forward pass start after its known prefix, if it can."""
-        prompt = self._pieces or ResumedPrompt()
-        if self._prefixes is None:
-            return prompt.attach(self._decoder, cache, wanted)
-        return self._prefixes.attach(prompt, self._decoder, self._base, cache, wanted)
 
     def _read(self, pieces: ResumedPrompt | None, inputs: Mapping[str, Any]) -> ModelOutput:
         """Run the model's forward pass over a prompt, or over the next of its `pieces`."""

@@ -85,7 +85,7 @@ class Pruning:
         self.base, self.cache, self.method = base, cache, cache.policy.tokens
         self.whole = whole = cache.announced
         counts, num_layers = whole.vision_lengths, len(cache.layers)
-        places, kept = self._places(num_layers), [cache.policy.budget(n) if n else 0 for n in counts]
+        places, kept = self._places(num_layers), [cache.policy.budget(n) for n in counts]
         budgets = [self.method.budgets(k, n, num_layers) for k, n in zip(kept, counts, strict=True)]
         self.stages = dict(zip(places, map(list, zip(*budgets, strict=True)), strict=True))
         self.counts, self.left = counts, [[count] for count in counts]

@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 from ..cache.eviction import evict_together, kind
 from ..cache.layer import CompressedLayer, on_their_way
 from ..cache.memory import Memory
+from ..cache.scope import States
 from ..device import on_device, own_dtypes
 from ..scoring.rotary import Rotary
 from .pool import RaggedSlotPool, SlotPool
@@ -255,8 +256,8 @@ class SlotLayer(DecodingLayer):
         before, rotary = self.storage.kept(slots), self._slots.rotary
         if rotary is not None:
             rotary = rotary.rows(on_device(slots, rotary.cos.device)).to(before.keys.device)
-        of_layer = self._scaling, self._module, rotary
-        left = evict_together(self.choice, memories, seen, before, queries, decoded, *of_layer, held)
+        states = States(queries, self._scaling, self._module, rotary)
+        left = evict_together(self.choice, memories, seen, before, states, decoded, held)
         counts = held
         if left.indices is not before.indices:
             counts = left.held or (left.indices >= 0).sum(-1).tolist()

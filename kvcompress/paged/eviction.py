@@ -17,6 +17,7 @@ from ..cache.eviction import evict_together
 from ..cache.memory import Memory
 from ..cache.new_tokens import NewTokens
 from ..cache.passes import Prefill
+from ..cache.scope import States
 from ..device import on_device
 from ..errors import KVCompressError
 from ..hooks.prefix_cache import RequestPrefixes
@@ -236,15 +237,14 @@ class Eviction:
         if request.tokens is None:
             ids = torch.tensor([request.prompt])
             request.tokens = NewTokens.of(self._config, self.policy, True, 1, len(request.prompt), ids, None)
-        prefill = Prefill(choice, layer.memory, request.tokens, None)
         keys, values = self._read_pages(choice, reading.slots[None])
-        prefill.update(keys, values)
         asked, layer.queries = torch.cat(layer.queries, dim=2) if layer.queries else None, []
         if self._prefixes is not None:
             request.states += [asked[0], keys[0], values[0]]
             if choice.place == len(request.layers) - 1:
                 self._remember(request)
-        prefill.after_attention(asked, scaling, module, request.rotary[0] if request.rotary else None)
+        states = States(asked, scaling, module, request.rotary[0] if request.rotary else None, keys, values)
+        Prefill(choice, layer.memory, request.tokens, None).after_attention(states)
         kept = layer.memory.kept()
         layer.memory.storage = None
         if kept.indices.shape[2] < len(reading.slots):
@@ -270,8 +270,8 @@ class Eviction:
         held = Kept(keys, values, torch.cat([before, new.expand(*before.shape[:2], -1)], dim=2), sums)
         if window := self.policy.query_window:
             queries = torch.cat([torch.cat(memory.latest_queries, dim=2)[:, :, -window:] for memory in memories])
-        of_layer = scaling, module, self._rotary_at(evicting.rows)
-        left = evict_together(choice, memories, evicting.seen, held, queries, self.policy.decode_interval, *of_layer)
+        states = States(queries, scaling, module, self._rotary_at(evicting.rows))
+        left = evict_together(choice, memories, evicting.seen, held, states, self.policy.decode_interval)
         if left.indices is not held.indices:
             self._put(choice, evicting.slots, left, evicting.kept)
         for row, (layer, entries) in enumerate(zip(layers, evicting.kept, strict=True)):

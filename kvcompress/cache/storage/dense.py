@@ -2,7 +2,7 @@
 
 import torch
 
-from .base import Storage, roomy, spare, with_appended
+from .base import Storage, columns_of, roomy, rows_of, spare
 
 
 class DenseStorage(Storage):
@@ -88,20 +88,11 @@ class DenseStorage(Storage):
         return ~torch.cat([self.pads, new], dim=1)[:, None]
 
     def columns(self, seen: int) -> torch.Tensor:
-        if self.indices is None:
-            columns = torch.arange(self.length, device=self.keys.device).expand(*self.keys.shape[:2], -1)
-        else:
-            columns = with_appended(self.indices.long(), self.appended, seen)
-        visible = self.visible()
-        return columns if visible is None else columns.masked_fill(~visible, -1)
+        return columns_of(self, self.keys, seen)
 
     def select(self, rows: torch.Tensor) -> None:
         self.keys, self.values = self.keys[rows], self.values[rows]
-        self.indices = None if self.indices is None else self.indices[rows]
-        self.pads = None if self.pads is None else self.pads[rows]
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [t for t in (self.keys, self.values, self.indices, self.pads) if t is not None]
+        self.indices, self.pads = rows_of(self.indices, rows), rows_of(self.pads, rows)
 
     @property
     def room_nbytes(self) -> int:

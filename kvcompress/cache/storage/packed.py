@@ -56,14 +56,6 @@ class PackedStorage(Storage):
     def select(self, rows: torch.Tensor) -> None:
         self.inner.select(rows)
 
-    def fork(self) -> "PackedStorage":
-        twin = super().fork()
-        twin.inner = self.inner.fork()
-        return twin
-
-    def tensors(self) -> list[torch.Tensor]:
-        return self.inner.tensors()
-
     @property
     def room_nbytes(self) -> int:
         return self.inner.room_nbytes
