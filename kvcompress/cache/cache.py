@@ -28,7 +28,7 @@ from .hiding import Hiding
 from .layer import CompressedLayer, nbytes_of
 from .new_tokens import NewTokens, check_past
 from .other_layers import check_other_layers, layer_names
-from .passes import Waiting
+from .phases import Waiting
 from .scope import evictable
 from .storage.static import StaticStorage
 

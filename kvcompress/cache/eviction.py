@@ -40,7 +40,7 @@ def left_of(
     return choice.reduce(kept, memory, seen, lengths, budgets, states, held, has_no_pads)
 
 
-def kind(memory: Memory) -> tuple:
+def batch_key(memory: Memory) -> tuple:
     """Return a key that is equal for memories that can be evicted from together."""
     noted = None if memory.noted is None else memory.noted.shape[1:]
     alone = id(memory) if memory.rotary is not None else None  # prompts have different positions

@@ -13,12 +13,12 @@ from ..device import own_dtypes
 from ..errors import KVCompressError
 from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
-from .answer_pass import AnswerPass
+from .answering import Answering
 from .choice import Choice
 from .hiding import Hiding
 from .memory import Memory
 from .new_tokens import NewTokens
-from .passes import Decoding, LaterChunk, Pass, Prefill, Rereading, Waiting
+from .phases import Decoding, LaterChunk, Phase, Prefill, Rereading, Waiting
 from .resumed import Beginning, ResumedPrefill
 from .scope import States
 from .storage.base import Storage
@@ -38,7 +38,7 @@ class LayerKeys(torch.Tensor):
 
     Attributes:
         is_first_prompt, in_place: the layer's `is_first_prompt` and `decodes_in_place` in this pass.
-        mask: the mask that the layer attended under, see `Pass.mask`; None if one of the two is True.
+        mask: the mask that the layer attended under, see `Phase.mask`; None if one of the two is True.
         is_used: whether the layer has attended to them.
     """
 
@@ -155,7 +155,7 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def waiting(self) -> Waiting | None:
         """The prompt whose choice waits for the other layers."""
-        return self._pass if isinstance(self._pass, Waiting) else None
+        return self._phase if isinstance(self._phase, Waiting) else None
 
     def kept_columns(self) -> torch.Tensor:
         """Return the stored columns of the sequence, see `Storage.columns`."""
@@ -173,28 +173,28 @@ class CompressedLayer(CacheLayerMixin):
         """Prepare for a forward pass over `tokens`, which will be compressed."""
         is_later_chunk = self.policy.engine.prefill_chunk is not None and self.storage is not None
         kind = LaterChunk if is_later_chunk else Prefill
-        self._pass: Pass = kind(self.choice, self.memory, tokens, self._decoding)
+        self._phase: Phase = kind(self.choice, self.memory, tokens, self._decoding)
 
     def resume(self, tokens: NewTokens, known: int, beginning: Beginning) -> None:
         """Like `begin`, for a first prompt whose first `known` columns do not pass through the model."""
-        self._pass = ResumedPrefill(self.choice, self.memory, tokens, self._decoding, known, beginning)
+        self._phase = ResumedPrefill(self.choice, self.memory, tokens, self._decoding, known, beginning)
 
     def read_again(self, columns: torch.Tensor, missing: torch.Tensor, sinks: int) -> None:
         """Prepare for reading columns of the waiting prompt again; arguments as in `Rereading`."""
-        self._pass = Rereading(self.waiting, columns, missing, sinks)
+        self._phase = Rereading(self.waiting, columns, missing, sinks)
 
-    def begin_answer(self) -> AnswerPass:
+    def begin_answer(self) -> Answering:
         """Prepare for an answer to the waiting prompt, and return its pass."""
-        self._pass = AnswerPass(self.waiting)
-        return self._pass
+        self._phase = Answering(self.waiting)
+        return self._phase
 
     def end_answer(self) -> None:
         """Finish the answer."""
-        self._pass = self._pass.finish()
+        self._phase = self._phase.finish()
 
     def finish(self, budgets: list[list[int]]) -> None:
         """Make the choice that waited for all layers. `budgets` holds the evictable entries to keep, [layer][row]."""
-        self._pass = self.waiting.finish(budgets)
+        self._phase = self.waiting.finish(budgets)
 
     def rotate(self, rotary: Rotary) -> None:
         """Set the rotation of the pass's queries, for a method that undoes it."""
@@ -226,7 +226,7 @@ class CompressedLayer(CacheLayerMixin):
     def get_seq_length(self) -> int | torch.Tensor:
         """Return the number of tokens seen; with static shapes a tensor () on the device, so that no step waits for
         it."""
-        length = self._pass.length
+        length = self._phase.length
         return length.squeeze() if isinstance(length, torch.Tensor) else length
 
     def get_max_length(self) -> int:
@@ -241,7 +241,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Take new states (batch, kv_heads, new, head_dim); return the keys and values to attend to."""
-        keys, values = self._pass.update(key_states, value_states)
+        keys, values = self._phase.update(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return on_their_way(keys, self), values
@@ -268,7 +268,7 @@ class CompressedLayer(CacheLayerMixin):
     def restore(self, memory: Memory) -> None:
         """Replace the contents."""
         self.memory = memory
-        self._decoding = self._pass = Decoding(self.choice, memory, self.layer_idx, self.hiding)
+        self._decoding = self._phase = Decoding(self.choice, memory, self.layer_idx, self.hiding)
 
     def state(self) -> dict[str, object]:
         """Return the contents for saving to a file."""
@@ -285,7 +285,7 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def is_first_prompt(self) -> bool:
         """Whether a prompt is being processed on an empty cache, so that the model's own mask is right."""
-        return self._pass.is_first_prompt
+        return self._phase.is_first_prompt
 
     @property
     def is_whole(self) -> bool:
@@ -295,21 +295,21 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def wants_sums(self) -> bool:
         """Whether this pass needs the column sums of its attention."""
-        return self._pass.wants_sums
+        return self._phase.wants_sums
 
     @property
     def decodes_in_place(self) -> bool:
         """Whether this is a decode step over entries that can be attended to in place."""
-        return self._pass is self._decoding and self.storage.decodes_in_place and self._decoding.hidden is None
+        return self._phase is self._decoding and self.storage.decodes_in_place and self._decoding.hidden is None
 
     @property
     def has_fixed_shapes(self) -> bool:
         """Whether this is a decode step that is the same graph each time."""
-        return self._pass is self._decoding and self.storage.has_fixed_shapes
+        return self._phase is self._decoding and self.storage.has_fixed_shapes
 
     def mask(self, query_length: int) -> torch.Tensor | None:
-        """See `Pass.mask`."""
-        return self._pass.mask(query_length)
+        """See `Phase.mask`."""
+        return self._phase.mask(query_length)
 
     @torch.no_grad()
     def after_attention(self, queries: torch.Tensor, scaling: float, module: torch.nn.Module) -> None:
@@ -320,18 +320,18 @@ class CompressedLayer(CacheLayerMixin):
         if rotary is not None:  # it is on the first layer's device
             rotary = rotary.to(queries.device)
         states = States(queries, scaling, module, rotary)
-        if self._pass.staged is not None:
-            keys, values = self._pass.staged
-            states = replace(states, queries=self._pass.all_queries(queries), keys=keys, values=values)
-            self.memory.look_at(states.queries, keys.shape[1], self._pass.tokens)
+        if self._phase.staged is not None:
+            keys, values = self._phase.staged
+            states = replace(states, queries=self._phase.all_queries(queries), keys=keys, values=values)
+            self.memory.record_query_power(states.queries, keys.shape[1], self._phase.tokens)
             self.scaling, self.module = scaling, module
         scored = states
-        if self.policy.cluster.reads_hidden and (self._pass is not self._decoding or self.policy.decode is not None):
+        if self.policy.cluster.reads_hidden and (self._phase is not self._decoding or self.policy.decode is not None):
             scored = replace(states, queries=self.choice.known_features(self._features))
             self._features = None
 
         def compress() -> None:
-            self._pass = self._pass.after_attention(scored)
+            self._phase = self._phase.after_attention(scored)
 
         if states.keys is not None:
             for listener in self._listeners.values():

@@ -7,7 +7,7 @@ import torch
 from .choice import Choice
 from .memory import Memory
 from .new_tokens import NewTokens
-from .passes import Decoding, KeysAndValues, Prefill, causal
+from .phases import Decoding, KeysAndValues, Prefill, causal
 
 # Queries (batch, heads, columns, head_dim), keys and values (batch, kv_heads, columns, head_dim) of a prompt's first
 # columns; created when a layer is reached, so that memory holds one layer's. Queries are None before a prompt's last

@@ -7,7 +7,7 @@ prompt; all of this is small and linear in its length. A pre-forward hook on the
 chunks but the last, one after the other, and lets the pass continue with the last one: the model returns its hidden
 states and logits. Each chunk attends to the kept entries of earlier chunks and, causally, to itself, at its true
 positions, as a second prompt on a filled cache does. Then each layer chooses again among its stored entries and the
-chunk's, see `cache.passes.LaterChunk`.
+chunk's, see `cache.phases.LaterChunk`.
 
 Chunks are counted from the end, where all rows of a padded batch are aligned. A row is therefore cut in the same places
 as it would be alone, and only the first chunk may be shorter.

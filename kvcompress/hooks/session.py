@@ -22,7 +22,7 @@ from ..errors import KVCompressError
 from ..inflight.cache import SlotCache
 from ..inflight.loop import InFlight, Limits, check_storage
 from ..inflight.request import Request, names_length
-from ..inflight.under_way import Writer
+from ..inflight.request_state import ConnectedModel
 from ..policy.make import make_policy
 from ..policy.passages import Decoder
 from .answer_first import check_answers
@@ -253,7 +253,7 @@ class Session:
             second.run(self.model, self._decoder, None if output is None else output.logits, cache)
         cache.finish()
 
-    def _read(self, pieces: ResumedPrompt | None, inputs: Mapping[str, Any]) -> ModelOutput:
+    def _prefill(self, pieces: ResumedPrompt | None, inputs: Mapping[str, Any]) -> ModelOutput:
         """Run the model's forward pass over a prompt, or over the next of its `pieces`."""
         self._pieces = pieces
         try:
@@ -361,7 +361,7 @@ class Session:
             options["max_new_tokens"] = self._new_cache["max_new_tokens"]
         make_cache = partial(CompressedCache, self.model.config, **new_cache)
         return InFlight(
-            Writer(self.model, lambda: self.is_entered, make_cache, self._read),
+            ConnectedModel(self.model, lambda: self.is_entered, make_cache, self._prefill),
             requests,
             Limits(slots, kv_gb, on_oom, prefill_tokens),
             static or kind == "static",

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
-from ..cache.eviction import evict_together, kind
+from ..cache.eviction import batch_key, evict_together
 from ..cache.layer import CompressedLayer, on_their_way
 from ..cache.memory import Memory
 from ..cache.scope import States
@@ -224,7 +224,7 @@ class SlotLayer(DecodingLayer):
         for slot, memory in self._memories.items():
             seen, entries = slots.held[slot] + 1, partial(self.storage.kept, [slot])
             with own_dtypes(queries.device):
-                self._hiding.look(memory, entries, seen, queries[slot : slot + 1], scaling)
+                self._hiding.choose(memory, entries, seen, queries[slot : slot + 1], scaling)
             if self._hiding.hidden is not None:
                 slots.hidden[slot, : self._hiding.hidden.shape[1]] = self._hiding.hidden[0]
 
@@ -242,7 +242,7 @@ class SlotLayer(DecodingLayer):
         interval, together = self.policy.decode_interval, defaultdict(list)
         for slot, decoded in self._decoded.items():
             if decoded >= interval:
-                together[decoded, kind(self._memories[slot])].append(slot)
+                together[decoded, batch_key(self._memories[slot])].append(slot)
         for (decoded, _), slots in together.items():
             self._evict(slots, decoded)
 

@@ -23,22 +23,22 @@ WITHOUT_MEDIA = (
 
 
 @dataclass(frozen=True)
-class Writer:
+class ConnectedModel:
     """A model with compression connected.
 
     Attributes:
         is_connected: whether compression is still connected.
         new_cache: creates the cache of one prompt.
-        read: runs the forward pass over a prompt with these inputs, or over its next piece.
+        prefill: runs the forward pass over a prompt with these inputs, or over its next piece.
     """
 
     model: PreTrainedModel
     is_connected: Callable[[], bool]
     new_cache: Callable[[], CompressedCache]
-    read: Callable[[ResumedPrompt | None, Mapping[str, Any]], ModelOutput]
+    prefill: Callable[[ResumedPrompt | None, Mapping[str, Any]], ModelOutput]
 
 
-class UnderWay:
+class RequestState:
     """A request while its prompt is prefilled, at once or in pieces, and while it decodes.
 
     Attributes:
@@ -67,7 +67,7 @@ class UnderWay:
         self._first_at = self._latest_at = self._pause_s = 0.0  # times of tokens, and the longest between two
 
     @torch.no_grad()
-    def read_on(self, writer: Writer, options: Mapping[str, Any]) -> torch.Tensor | None:
+    def prefill(self, connected: ConnectedModel, options: Mapping[str, Any]) -> torch.Tensor | None:
         """Prefill the next piece. After the last one, return the logits (vocabulary,) of the next token, otherwise
         None.
 
@@ -79,13 +79,13 @@ class UnderWay:
                 raise KVCompressError(
                     f"a request is a mapping of model inputs or a Request, not a {type(self.request).__name__}"
                 )
-            self.cache = writer.new_cache()
-            inputs, self.choice = prepare(writer.model, self.request, options, self.cache)
-            output = writer.read(self._pieces, inputs)
+            self.cache = connected.new_cache()
+            inputs, self.choice = prepare(connected.model, self.request, options, self.cache)
+            output = connected.prefill(self._pieces, inputs)
             # Later passes use the embeddings of the first, so no image is encoded again.
             self._inputs = {name: value for name, value in inputs.items() if name in WITHOUT_MEDIA}
         else:
-            output = writer.read(self._pieces, self._inputs)
+            output = connected.prefill(self._pieces, self._inputs)
         if self._pieces is not None and not self._pieces.is_through:
             return None
         self.position = next_position(self._inputs.get("position_ids"), self.cache.seen_tokens)

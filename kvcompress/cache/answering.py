@@ -3,11 +3,11 @@
 import torch
 
 from ..scoring.answer import Answer
-from .passes import KeysAndValues, Pass, Waiting
+from .phases import KeysAndValues, Phase, Waiting
 from .scope import States
 
 
-class AnswerPass(Pass):
+class Answering(Phase):
     """The answer to a waiting prompt, token by token, on its full cache.
 
     The answer is attended to like stored entries and dropped at the end; the cluster then says how much it needed each
@@ -52,7 +52,7 @@ class AnswerPass(Pass):
         answer[..., -1] = True
         return self._visible(answer)
 
-    def after_attention(self, states: States) -> Pass:
+    def after_attention(self, states: States) -> Phase:
         self._queries.append(states.queries)
         return self
 

@@ -5,7 +5,7 @@
 - `LaterChunk`: a later chunk of a prompt in chunks. Entries are chosen from the stored ones and the chunk together.
 - `Waiting`: between two passes, a prompt whose choice needs all layers.
 - `Rereading`: the waiting prompt is read a second time.
-- `answer_pass.AnswerPass`: the waiting prompt is answered.
+- `answering.Answering`: the waiting prompt is answered.
 - `Decoding`: a token, appended to the stored entries; from time to time, an eviction.
 """
 
@@ -28,7 +28,7 @@ from .scope import Candidates, States, joined, right_aligned
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
-class Pass:
+class Phase:
     """What a layer does with the states of one forward pass."""
 
     is_first_prompt = False  # the cache was empty, so the model's own mask is right
@@ -60,7 +60,7 @@ class Pass:
         keys), True = attend; None if every query sees every key."""
         raise self.never_compressed()
 
-    def after_attention(self, states: States) -> "Pass":
+    def after_attention(self, states: States) -> "Phase":
         """Finish the pass after the layer's attention, and return the next pass."""
         raise self.never_compressed()
 
@@ -72,7 +72,7 @@ class Pass:
         )
 
 
-class Decoding(Pass):
+class Decoding(Phase):
     """A token that is stored before it is attended to. One object serves a whole answer, so that compiled graphs stay
     valid."""
 
@@ -101,9 +101,9 @@ class Decoding(Pass):
             visible = shown if visible is None else visible & shown
         return None if visible is None else visible[:, :, None]
 
-    def after_attention(self, states: States) -> Pass:
+    def after_attention(self, states: States) -> Phase:
         if self._hiding is not None and self._layer_idx == self._hiding.first_layer - 1:
-            self._hiding.look(self.memory, self.memory.kept, self.memory.seen, states.queries, states.scaling)
+            self._hiding.choose(self.memory, self.memory.kept, self.memory.seen, states.queries, states.scaling)
         if self._evicts:
             self.memory.remember(self.choice.latest(states.queries, states.rotary))
             self.memory.decoded += states.queries.shape[2]
@@ -112,7 +112,7 @@ class Decoding(Pass):
         return self
 
 
-class Prefill(Pass):
+class Prefill(Phase):
     """A prompt: its states are staged, attended over, compressed and stored. The full prompt's keys and values of a
     layer are freed as soon as that layer is done.
 
@@ -164,18 +164,18 @@ class Prefill(Pass):
         new = new[:, None].expand(batch, visible.shape[1], -1, -1)
         return torch.cat([visible[:, :, None].expand(-1, -1, query_length, -1), new], dim=-1)
 
-    def after_attention(self, states: States) -> Pass:
+    def after_attention(self, states: States) -> Phase:
         self._staged = None
         self.memory.begin(self.tokens)
         return self._compress(replace(states, keys=self.choice.policy.cluster.as_stored(states.keys)))
 
-    def _compress(self, states: States) -> Pass:
+    def _compress(self, states: States) -> Phase:
         """Store the entries that the cluster keeps, or let the prompt wait if the choice depends on all layers."""
         choice, memory, tokens = self.choice, self.memory, self.tokens
         if tokens.source is not None:  # a token method has chosen: everything that arrives is stored
             columns = tokens.source[:, None].expand(states.keys.shape[:3]).to(states.keys.device)
             total = columns.numel() if tokens.padding is None else None
-            memory.settle(tokens, Kept(states.keys, states.values, columns, total=total))
+            memory.append_prompt(tokens, Kept(states.keys, states.values, columns, total=total))
             return self.then
         if choice.policy.moves_keys:
             memory.rotary = choice.rotary_to_move(states.rotary, self.first)
@@ -185,16 +185,16 @@ class Prefill(Pass):
         sums = choice.observe(states.queries, states.keys, view)
         if self._keeps_all:
             sums, memory.noted = choice.of_whole(states, view, tokens.context, sums)
-            memory.settle_whole(tokens, states.keys, states.values, sums)
+            memory.append_whole_prompt(tokens, states.keys, states.values, sums)
             memory.log.add(tokens, on_device(tokens.lengths, states.keys.device, torch.float32))
             return self.then
         candidates = choice.candidates(states, view, tokens.context, sums)
         if max(tokens.context) == 0:
-            memory.settle(tokens, candidates.with_sums(candidates.question))
+            memory.append_prompt(tokens, candidates.with_sums(candidates.question))
         elif choice.waits:
             return Waiting(self, candidates, states)
         else:
-            memory.settle(tokens, choice.keep(candidates))
+            memory.append_prompt(tokens, choice.keep(candidates))
         return self.then
 
 
@@ -202,7 +202,7 @@ class LaterChunk(Prefill):
     """A later chunk of a prompt: it is appended to the stored entries, which are then reduced to the budget of all
     tokens so far, decoded ones included."""
 
-    def _compress(self, states: States) -> Pass:
+    def _compress(self, states: States) -> Phase:
         choice, memory, tokens, log = self.choice, self.memory, self.tokens, self.memory.log
         keys, values, rotary = states.keys, states.values, states.rotary
         seen = self.first + tokens.columns
@@ -213,7 +213,7 @@ class LaterChunk(Prefill):
         budgets = [max(choice.policy.budget(length), some) for length, some in zip(log.lengths, least, strict=True)]
         is_unscored = choice.policy.decode is None and not choice.policy.carries_sums
         if is_unscored and budgets == log.lengths and memory.is_whole:
-            memory.settle_whole(tokens, keys, values, None)
+            memory.append_whole_prompt(tokens, keys, values, None)
             log.kept = on_device(budgets, keys.device, torch.float32)
             return self.then
         indices = torch.arange(self.first, seen, device=keys.device).expand(keys.shape[:3])
@@ -240,12 +240,12 @@ class LaterChunk(Prefill):
         if reduced.indices is not both.indices:
             memory.merge_threshold = reduced.merge_threshold
         memory.noted = reduced.noted
-        memory.put(reduced, seen)
+        memory.replace_entries(reduced, seen)
         log.kept = (reduced.indices >= 0).sum(2).float().mean(1)
         return self.then
 
 
-class Waiting(Pass):
+class Waiting(Phase):
     """A prompt that is kept whole until all layers' budgets are known.
 
     Attributes:
@@ -282,16 +282,16 @@ class Waiting(Pass):
         self.scores, self.measured = self.choice.assess(self.candidates)
         self.candidates.queries = None
 
-    def finish(self, budgets: list[list[int]]) -> Pass:
+    def finish(self, budgets: list[list[int]]) -> Phase:
         """Make the choice. `budgets` holds the evictable entries to keep, [layer][row]."""
         if self.choice.policy.layer_budget.is_measured:
             self.memory.log.shares = budgets
         of_layer = budgets[self.choice.place]
-        self.memory.settle(self.tokens, self.choice.keep_scored(self.candidates, self.scores, of_layer))
+        self.memory.append_prompt(self.tokens, self.choice.keep_scored(self.candidates, self.scores, of_layer))
         return self.then
 
 
-class Rereading(Pass):
+class Rereading(Phase):
     """A waiting prompt is read again, a chunk at a time. Nothing is stored; each layer records the attention that its
     entries receive.
 
@@ -323,7 +323,7 @@ class Rereading(Pass):
         new = causal(query_length, query_length, self._fed_pads(query_length), keys.device)
         return torch.cat([~old[:, None].expand(-1, query_length, -1), new], dim=-1)[:, None]
 
-    def after_attention(self, states: States) -> Pass:
+    def after_attention(self, states: States) -> Phase:
         candidates, queries = self.waiting.candidates, states.queries
         rows = self.columns[:, None, :, None].expand(-1, candidates.keys.shape[1], -1, candidates.keys.shape[3])
         keys, fed_pads = candidates.keys.gather(2, rows), self._fed_pads(queries.shape[2])
