@@ -1,4 +1,4 @@
-"""The pass of a prompt that is answered before its entries are chosen: `hindsight`."""
+"""The phase of a prompt that is answered before its entries are chosen: `hindsight`."""
 
 import torch
 

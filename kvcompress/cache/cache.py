@@ -95,23 +95,29 @@ class CompressedCache(DynamicCache):
         self.filled_by = ModelReference()  # the model
         self.rope_deltas: torch.Tensor | None = None  # position offset of its prompts, in a model with M-RoPE
         self.second_pass = None  # the `SecondPass` of the prompt that is passing through the model
-        self.last_position: torch.Tensor | None = None  # of that prompt's last token, if the decoder was told it
+        self.last_position: torch.Tensor | None = None  # of that prompt's last token, if it was passed to the decoder
         self.resumed_at = 0  # columns of the first prompt that were not recomputed
+        check_learned_for(self.policy.cluster, config)
+        self.compressed_layers = self._compress_layers(max_new_tokens)
+        check_calibrated_for(self.policy.cluster, config, len(self.compressed_layers))
+
+    def _compress_layers(self, max_new_tokens: int | None) -> list[CompressedLayer]:
+        """Replace the layers with full attention, and return the new ones.
+
+        Raises KVCompressError if there are none, or if others do not work beside them."""
+        config, tokens = self.config, self.policy.tokens
         # transformers' cache does not distinguish these layers, which hold an image's keys (Llama 3.2 Vision).
         cross_attention = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
-        check_learned_for(self.policy.cluster, config)
         full_attention = [
             layer_idx
             for layer_idx, layer in enumerate(self.layers)
             if type(layer) is DynamicLayer and layer_idx not in cross_attention
         ]
-        tokens = self.policy.tokens
         first_hidden = None if tokens is None else tokens.hides_from(len(self.layers))
         hiding = None if first_hidden is None else Hiding(tokens, first_hidden)
         compressed = len(full_attention)
         for place, layer_idx in enumerate(full_attention):
             self.layers[layer_idx] = CompressedLayer(layer_idx, place, compressed, self.policy, max_new_tokens, hiding)
-        self.compressed_layers = [self.layers[layer_idx] for layer_idx in full_attention]
         others = [layer for layer in self.layers if not isinstance(layer, (CompressedLayer, WITHOUT_KEYS))]
         kinds = {type(layer) for layer in others}
         if not compressed:
@@ -125,7 +131,7 @@ class CompressedCache(DynamicCache):
                 "attention (sliding windows and the like); they keep transformers' own cache, uncompressed"
             )
             check_other_layers(kinds, self.policy, config.model_type)
-        check_calibrated_for(self.policy.cluster, config, compressed)
+        return [self.layers[layer_idx] for layer_idx in full_attention]
 
     def start(
         self,

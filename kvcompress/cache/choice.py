@@ -212,7 +212,6 @@ class Choice:
         lengths: list[int],
         budgets: list[int],
         states: States,
-        held: list[list[int]] | None = None,
         has_no_pads: bool = False,
         reading: bool = False,
         stays: list[bool] | None = None,
@@ -221,12 +220,13 @@ class Choice:
         """Choose among stored and newer entries.
 
         Args:
-            kept: all of the entries.
+            kept: all of the entries, with `Kept.held` if it is known.
             memory: what lasted since earlier choices.
             lengths: tokens of each row so far, evicted ones included.
             budgets: entries to keep, as a mean over the layers.
             states: with all remembered queries, or a chunk's.
-            held, has_no_pads: as in `Memory`; without them pads are counted, which waits for the device.
+            has_no_pads: as in `Memory`; if it is False and `Kept.held` unknown, pads are counted, which waits for the
+                device.
             reading: as in `StoredEntries`.
             stays: the rows that keep everything, whatever their budget.
             vision: fields of `LayerView` about vision tokens.
@@ -236,7 +236,7 @@ class Choice:
                 sums and, in a later chunk, `Kept.noted`.
         """
         log, (rows, kv_heads, slots) = memory.log, kept.indices.shape
-        padding = None
+        held, padding = kept.held, None
         if held is not None:
             padding = on_device(slots - torch.tensor(held), kept.indices.device)
         elif has_no_pads:
@@ -270,15 +270,12 @@ class Choice:
         # Layers share a row's budget by its tokens, which are the same for all, not by the entries that each holds.
         own = self._shares(view, log.shares, log.protected)
         budgets = [
-            held if all_stay else min(share, held)
-            for share, held, all_stay in zip(own, entries, stays or [False] * rows, strict=True)
+            most if all_stay else min(share, most)
+            for share, most, all_stay in zip(own, entries, stays or [False] * rows, strict=True)
         ]
         view = replace(view, lengths=entries, budgets=budgets, mean_budgets=tuple(view.budgets))
         if budgets == entries:
-            if reading:  # for decoding, even if the last chunk evicts nothing
-                kept = replace(kept, noted=self._note_of_all(kept.keys, kept.values, view))
-            kept = replace(kept, total=kept.indices.numel() if view.padding is None else None, held=held)
-            return kept if kept.sums is None else replace(kept, sums=self.policy.cluster.carried(kept.sums, view))
+            return self._all_of(replace(kept, held=held), view)
         voters = states.queries
         if voters is not None and not (reading and self.policy.cluster.unrotated_queries):
             voters = self.voters(voters)  # of a chunk, statistics of unrotated queries are of all, as in a first chunk
@@ -288,13 +285,21 @@ class Choice:
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill_(result.indices < 0, -1)
         return replace(result, indices=columns, total=self._total(budgets, held), held=self._left(budgets, held))
 
+    def _all_of(self, kept: Kept, view: LayerView) -> Kept:
+        """Return the result of a choice among stored entries that keeps all of them."""
+        if view.stored.reading:  # for decoding, even if the last chunk evicts nothing
+            kept = replace(kept, noted=self._note_of_all(kept.keys, kept.values, view))
+        sums = None if kept.sums is None else self.policy.cluster.carried(kept.sums, view)
+        return replace(kept, sums=sums, total=kept.indices.numel() if view.padding is None else None)
+
     def decode_budget(self, length: int, log: SequenceLog) -> int:
         """Return the entries per KV head that this layer keeps of `length` tokens while decoding, after the one row's
         prompt in `log`."""
         budget = self.policy.decode(length)
-        view = LayerView(self.place, self.num_layers, [length], [budget], 1.0, settings=self.settings)
-        if log.protected is not None:
-            view = replace(view, protected_lengths=self.protected_lengths(log))
+        protected = self.protected_lengths(log)
+        view = LayerView(
+            self.place, self.num_layers, [length], [budget], 1.0, protected_lengths=protected, settings=self.settings
+        )
         return self._shares(view, log.shares, log.protected)[0]
 
     def protected_lengths(self, log: SequenceLog) -> tuple[int, ...]:

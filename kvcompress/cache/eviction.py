@@ -11,14 +11,14 @@ from .memory import Memory, SequenceLog
 from .protected import Protected
 from .scope import States
 
-LASTING = ("merge_threshold", "noted")  # of a memory, what an eviction leaves for the next
+LASTING = ("merge_threshold", "noted")  # attributes of a memory that an eviction passes on to the next
 
 
 def evict(choice: Choice, memory: Memory, states: States) -> None:
     """Reduce the stored entries, decoded ones included, to the decode budget."""
     queries = torch.cat(memory.latest_queries, dim=2) if memory.latest_queries else None
-    kept, seen, held = memory.kept(), memory.seen, memory.storage.held()
-    left = left_of(choice, memory, kept, seen, replace(states, queries=queries), held, memory.has_no_pads)
+    kept, seen = replace(memory.kept(), held=memory.storage.held()), memory.seen
+    left = left_of(choice, memory, kept, seen, replace(states, queries=queries), memory.has_no_pads)
     memory.reduce_to(kept, left, seen)
     memory.decoded = 0
 
@@ -29,7 +29,6 @@ def left_of(
     kept: Kept,
     seen: int,
     states: States,
-    held: list[list[int]] | None,
     has_no_pads: bool = False,
 ) -> Kept:
     """Return what the decode budget leaves of `kept`, the entries of `seen` tokens. Arguments as in `Choice.reduce`."""
@@ -37,7 +36,7 @@ def left_of(
     budgets = [choice.policy.decode(length) for length in lengths]
     if choice.policy.moves_keys:
         states = replace(states, rotary=memory.rotary)
-    return choice.reduce(kept, memory, seen, lengths, budgets, states, held, has_no_pads)
+    return choice.reduce(kept, memory, seen, lengths, budgets, states, has_no_pads)
 
 
 def batch_key(memory: Memory) -> tuple:
@@ -51,23 +50,21 @@ def evict_together(
     choice: Choice,
     memories: list[Memory],
     seen: list[int],
-    held: Kept,
+    kept: Kept,
     states: States,
     decoded: int,
-    counts: list[list[int]] | None = None,
 ) -> Kept:
-    """Return what the decode budget leaves of several sequences, and note in their memories what lasts.
+    """Return what the decode budget leaves of several sequences, and store in their memories what later evictions need.
 
     Args:
         seen: tokens of each sequence.
-        held: one row per sequence, with the sequence's own columns; so is the result.
+        kept: one row per sequence, with the sequence's own columns; so is the result.
         states: with the latest queries of each sequence, (rows, heads, some, head_dim), NaN where there are none.
         decoded: tokens since the latest eviction.
-        counts: entries of `held`, [row][head].
     """
     columns, logs, joined = max(seen), [memory.log for memory in memories], Memory(choice.policy, None)
-    shift = on_device([columns - each for each in seen], held.indices.device)[:, None, None]
-    kept = replace(held, indices=torch.where(held.indices < 0, -1, held.indices + shift))
+    shift = on_device([columns - each for each in seen], kept.indices.device)[:, None, None]
+    aligned = replace(kept, indices=torch.where(kept.indices < 0, -1, kept.indices + shift))
     joined.decoded, joined.rotary = decoded, memories[0].rotary
     joined.log = SequenceLog(columns, list(seen), row_seeds=tuple(log.row_seeds[0] for log in logs))
     if logs[0].shares is not None:
@@ -78,9 +75,9 @@ def evict_together(
     for name in LASTING:
         if getattr(memories[0], name) is not None:
             setattr(joined, name, torch.cat([getattr(memory, name) for memory in memories]))
-    left = left_of(choice, joined, kept, columns, states, counts)
-    if left.indices is kept.indices:  # nothing was evicted
-        return held if left.sums is None else replace(held, sums=left.sums)
+    left = left_of(choice, joined, aligned, columns, states)
+    if left.indices is aligned.indices:  # nothing was evicted
+        return kept if left.sums is None else replace(kept, sums=left.sums)
     for row, memory in enumerate(memories):
         for name in LASTING:
             value = getattr(left, name)

@@ -96,7 +96,7 @@ class CompressedLayer(CacheLayerMixin):
     """One layer: the cluster chooses entries of each prompt, which are stored, and decoded tokens are appended.
 
     A pass has two steps. `update` takes the new states and returns everything to attend to; after the attention,
-    `after_attention` compresses and stores. Both depend on the kind of the current pass, see passes.py.
+    `after_attention` compresses and stores. Both depend on the layer's phase, see phases.py.
 
     Attributes:
         scaling, module: the factor of q·k and the attention module of the latest prompt's pass.

@@ -176,7 +176,7 @@ class Memory:
             self.query_power = query_power(queries, kv_heads, tokens.padding)
 
     def begin(self, tokens: NewTokens) -> None:
-        """Start a new prompt, after its attention: what was kept for evictions from the previous answer is dropped."""
+        """Start a new prompt, after its attention, and drop what evictions from the previous answer needed."""
         self.log.vision = tokens.seen_vision
         self.log.has_vision = self.log.has_vision or any(tokens.vision_lengths)
         if tokens.lasting is not None:

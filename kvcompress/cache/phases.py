@@ -1,4 +1,4 @@
-"""One class for each kind of forward pass through a layer. `CompressedLayer.begin` selects a prompt's.
+"""What a layer does with the states of forward passes, one class per phase. `CompressedLayer.begin` selects a prompt's.
 
 - `Prefill`: a first prompt, or a later one on a filled cache. It is attended over, compressed and stored.
 - `resumed.ResumedPrefill`: a first prompt whose prefix is known.
@@ -29,10 +29,11 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class Phase:
-    """What a layer does with the states of one forward pass."""
+    """What a layer does with the states of the next forward pass."""
 
     is_first_prompt = False  # the cache was empty, so the model's own mask is right
     wants_sums = False  # whether the column sums of its attention are needed
+    staged: KeysAndValues | None = None  # of the prompt being processed
 
     def __init__(self, choice: Choice, memory: Memory):
         self.choice, self.memory = choice, memory
@@ -41,11 +42,6 @@ class Phase:
     def length(self) -> int | torch.Tensor:
         """Number of tokens seen, pads included; see `Memory.length`."""
         return self.memory.length
-
-    @property
-    def staged(self) -> KeysAndValues | None:
-        """Keys and values of the prompt being processed."""
-        return None
 
     def all_queries(self, queries: torch.Tensor) -> torch.Tensor:
         """Return the queries of all staged tokens, given those that the layer has attended with."""
@@ -61,7 +57,7 @@ class Phase:
         raise self.never_compressed()
 
     def after_attention(self, states: States) -> "Phase":
-        """Finish the pass after the layer's attention, and return the next pass."""
+        """Finish a pass after the layer's attention, and return the phase for the next one."""
         raise self.never_compressed()
 
     def never_compressed(self) -> KVCompressError:
@@ -119,22 +115,17 @@ class Prefill(Phase):
     Attributes:
         tokens: facts about the prompt.
         first: number of tokens seen before it.
-        then: the pass after the prompt is stored.
+        then: the phase after the prompt is stored.
     """
 
     def __init__(self, choice: Choice, memory: Memory, tokens: NewTokens, then: Decoding):
         super().__init__(choice, memory)
         self.tokens, self.then, self.first = tokens, then, memory.seen
         self.is_first_prompt = memory.storage is None
-        self._staged: KeysAndValues | None = None
 
     @property
     def length(self) -> int:
-        return self.first + (0 if self._staged is None else self.tokens.columns)
-
-    @property
-    def staged(self) -> KeysAndValues | None:
-        return self._staged
+        return self.first + (0 if self.staged is None else self.tokens.columns)
 
     @property
     def wants_sums(self) -> bool:
@@ -147,16 +138,16 @@ class Prefill(Phase):
         return self.memory.is_whole and self.choice.budgets(self.tokens) == self.tokens.context
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
-        if self._staged is not None:
+        if self.staged is not None:
             raise self.never_compressed()
-        self._staged = (keys, values)
+        self.staged = (keys, values)
         if self.memory.storage is None:
             return keys, values
         old, keys = self.memory.storage.read(), self.choice.policy.cluster.as_stored(keys)
         return torch.cat([old[0], keys], dim=2), torch.cat([old[1], values], dim=2)
 
     def mask(self, query_length: int) -> torch.Tensor:
-        device, batch = self._staged[0].device, len(self.tokens.lengths)
+        device, batch = self.staged[0].device, len(self.tokens.lengths)
         visible = self.memory.storage.visible()
         if visible is None:
             visible = torch.ones(batch, 1, self.memory.stored, dtype=torch.bool, device=device)
@@ -165,7 +156,7 @@ class Prefill(Phase):
         return torch.cat([visible[:, :, None].expand(-1, -1, query_length, -1), new], dim=-1)
 
     def after_attention(self, states: States) -> Phase:
-        self._staged = None
+        self.staged = None
         self.memory.begin(self.tokens)
         return self._compress(replace(states, keys=self.choice.policy.cluster.as_stored(states.keys)))
 

@@ -60,8 +60,8 @@ class Candidates:
         whole = right_aligned(joined(replace(kept, indices=indices), self.question))
         sums = whole.sums
         if self.sums is not None:  # a row without a question has chosen by all of its queries
-            asks = (self.question.indices >= 0).any(-1, keepdim=True)
-            sums = torch.where(asks, self.with_sums(whole).sums, sums)
+            has_question = (self.question.indices >= 0).any(-1, keepdim=True)
+            sums = torch.where(has_question, self.with_sums(whole).sums, sums)
         return replace(whole, sums=sums, merge_threshold=kept.merge_threshold, noted=kept.noted)
 
     def with_sums(self, kept: Kept) -> Kept:

@@ -49,9 +49,9 @@ def feed_in_chunks(decoder: PreTrainedModel, cache: CompressedCache) -> list[Rem
 
 
 def before_pass(decoder: PreTrainedModel, feed: Callable[[dict], dict]) -> RemovableHandle:
-    """Before a pass of the decoder, call `feed` with its arguments; the pass gets those that it returns instead.
+    """Before a pass of the decoder, call `feed` with its arguments; the pass then runs with those that it returns.
 
-    Passes that `feed` runs itself are left alone."""
+    Passes that `feed` runs itself are unaffected."""
     is_nested = False
 
     def hook(decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

@@ -1,8 +1,8 @@
 """`scope="context-first"`: a prompt's context passes through the text decoder and is compressed before its question,
-which attends to what is kept. So KVzip (2505.23416) and kvpress evaluate.
+which attends to the kept entries. KVzip (2505.23416) and kvpress evaluate in this way.
 
-The model's own forward runs once for the whole prompt, as in a chunked prefill. What is kept of the context does not
-depend on the question, so a `PrefixCache` holds it for the next one."""
+The model's own forward runs once for the whole prompt, as in a chunked prefill. The entries kept of the context do not
+depend on the question, so a `PrefixCache` holds them for the next one."""
 
 import hashlib
 from collections import OrderedDict

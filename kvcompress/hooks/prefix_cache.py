@@ -96,8 +96,8 @@ class PrefixCache:
     ) -> None:
         """Fill an empty cache with what it keeps of the context announced to it, from an equal one or by `compress`.
 
-        `inputs` are the decoder's arguments for the context. Its states serve other methods, as a prompt's do; what is
-        kept of it is much smaller, so that goes first where both do not fit."""
+        `inputs` are the decoder's arguments for the context. Its states serve other methods, as a prompt's do; the kept
+        entries are much smaller, so they take precedence where both do not fit."""
         if not cache.is_empty or not self.room:
             compress()
             return
@@ -144,7 +144,7 @@ class RequestPrefixes:
         """Find the longest known prefix; `PrefixTree.find`."""
         return self._tree.find(*self._key(prompt))
 
-    def took(self, tokens: int) -> None:
+    def count_reused(self, tokens: int) -> None:
         """Count tokens of a prefix that a request starts with."""
         self._tree.reused_tokens += tokens
 

@@ -30,7 +30,7 @@ from .attention import PREFIX, connected, register_attention, set_attention
 from .chunked_prefill import feed_in_chunks
 from .context_first import read_context_first
 from .hidden_states import watch_hidden_states
-from .last_token import check_outputs, last_token, note_last_position
+from .last_token import check_outputs, last_token, record_last_position
 from .model import check_heads, check_whole_prompt, refuse_pages, text_decoder, unwrapped
 from .model_identity import ModelReference
 from .positions import go_on_from, rope_deltas
@@ -228,7 +228,7 @@ class Session:
         if policy.cluster.reads_hidden and (is_prompt or policy.hooks_steps):
             self._of_pass += watch_hidden_states(self._decoder, cache)
         if policy.feeds_last_again and is_prompt:
-            self._of_pass.append(note_last_position(self._decoder, cache))
+            self._of_pass.append(record_last_position(self._decoder, cache))
         if policy.cluster.second_pass and is_prompt:
             self._of_pass.append(SecondPass.watch(self._decoder, cache))
         if policy.engine.prefill_chunk is not None and is_prompt:
@@ -337,7 +337,7 @@ class Session:
 
         Args:
             requests: model inputs with a batch of one, or `Request`s, with options of their own. Each is fetched when
-                a slot is free; an iterator that had none is asked again while requests run, so it may be a queue.
+                a slot is free; an iterator that had none is polled again while requests run, so it may be a queue.
             slots: the most sequences that decode together.
             kv_gb: gigabytes (2**30 bytes) for all slots, which sets their number; `slots` is then an upper limit.
             static: whether every decode step has the same shapes and is one graph, which is compiled where `generate`

@@ -1,7 +1,7 @@
 """One prefill for several methods: each layer's attention inputs are recorded and compressed again.
 
 A prefill's result does not depend on which entries are kept, so it needs to run only once. Every further generation
-with the same prompt feeds the recorded states to its own cache, layer by layer, and goes on to decode.
+with the same prompt feeds the recorded states to its own cache, layer by layer, and then decodes.
 """
 
 import math
@@ -62,7 +62,7 @@ class PromptPass:
         inputs: the inputs that identify the batch, in CPU memory: all tensors, and `logits_to_keep`.
         layers: the layers' attention inputs, in order.
         decoder_inputs: the text decoder's inputs, in CPU memory.
-        rotary: the rotation of the queries; None if it is unknown, in which case no method asks for it.
+        rotary: the rotation of the queries; None if it is unknown, in which case no method needs it.
         output: the model's output, with the logits of the next token.
         rope_deltas: the position offset of a model with its own image positions (Qwen2-VL), otherwise None.
         seconds: seconds of the model's own work, without compression.

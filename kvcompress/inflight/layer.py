@@ -88,7 +88,6 @@ class SlotLayer(DecodingLayer):
         self._pool_type = SlotPool if is_even else RaggedSlotPool
         self.storage: SlotPool | None = None
         self._memories: dict[int, Memory] = {}  # by slot, without the entries
-        self._decoded: dict[int, int] = {}  # by slot, tokens since the latest eviction
         self._latest: torch.Tensor | None = None  # queries (slots, heads, window, head_dim), a ring buffer
         self._scaling, self._module = like.scaling, like.module
         self._features: torch.Tensor | None = None
@@ -133,11 +132,11 @@ class SlotLayer(DecodingLayer):
         self.storage.place([slot], kept, (kept.indices >= 0).sum(-1).tolist(), room)
         self._remember(slot, memory.latest_queries)
         memory.storage, memory.sums, memory.latest_queries = None, None, []
-        self._memories[slot], self._decoded[slot] = memory, memory.decoded
+        self._memories[slot] = memory
 
     def free(self, slot: int) -> None:
         self.storage.free(slot)
-        del self._memories[slot], self._decoded[slot]
+        del self._memories[slot]
 
     def resize(self, slots: int, rows: int, moves: dict[int, int]) -> None:
         """Change the number of slots and their rows; the contents of `slot` move to `moves[slot]`."""
@@ -146,7 +145,6 @@ class SlotLayer(DecodingLayer):
             return
         self.storage = self.storage.resized(slots, rows, moves)
         self._memories = {new: self._memories[old] for old, new in moves.items()}
-        self._decoded = {new: self._decoded[old] for old, new in moves.items()}
         if self._latest is not None:
             before = self._latest
             self._latest = before.new_full((slots, *before.shape[1:]), torch.nan)
@@ -234,41 +232,38 @@ class SlotLayer(DecodingLayer):
 
     def count(self) -> None:
         self.storage.steps = self._slots.steps  # compiled graphs do not count steps
-        for slot in self._decoded:
-            self._decoded[slot] += 1
+        for memory in self._memories.values():
+            memory.decoded += 1
 
     @torch.no_grad()
     def evict(self) -> None:
         interval, together = self.policy.decode_interval, defaultdict(list)
-        for slot, decoded in self._decoded.items():
-            if decoded >= interval:
-                together[decoded, batch_key(self._memories[slot])].append(slot)
-        for (decoded, _), slots in together.items():
-            self._evict(slots, decoded)
+        for slot, memory in self._memories.items():
+            if memory.decoded >= interval:
+                together[memory.decoded, batch_key(memory)].append(slot)
+        for slots in together.values():
+            self._evict(slots)
 
-    def _evict(self, slots: list[int], decoded: int) -> None:
+    def _evict(self, slots: list[int]) -> None:
         memories = [self._memories[slot] for slot in slots]
         seen = [self._slots.held[slot] for slot in slots]
         queries = None
         if self._latest is not None:
             queries = self._latest[on_device(slots, self._latest.device)][:, :, self._order]
-        held = self.storage.counts(slots)
         before, rotary = self.storage.kept(slots), self._slots.rotary
         if rotary is not None:
             rotary = rotary.rows(on_device(slots, rotary.cos.device)).to(before.keys.device)
         states = States(queries, self._scaling, self._module, rotary)
-        left = evict_together(self.choice, memories, seen, before, states, decoded, held)
-        counts = held
-        if left.indices is not before.indices:
-            counts = left.held or (left.indices >= 0).sum(-1).tolist()
+        left = evict_together(self.choice, memories, seen, before, states, memories[0].decoded)
+        counts = left.held or (left.indices >= 0).sum(-1).tolist()
         rows = max(self._pool_type.rows_for(of_heads, self.policy.decode_interval) for of_heads in counts)
         if rows > self.storage.rows:  # heads or layers now share their budget differently
             rows += SPARE * self.storage.heads
             self.storage = self.storage.resized(self.storage.slots, rows, {slot: slot for slot in self._memories})
         if left is not before:
             self.storage.place(slots, left, counts, room=0)
-        for slot in slots:
-            self._decoded[slot] = 0
+        for memory in memories:
+            memory.decoded = 0
 
 
 class SlidingSlotLayer(DecodingLayer):

@@ -115,7 +115,7 @@ class InFlight:
     def tokens(self) -> int:
         """Tokens of all answers so far, unfinished ones included; not those of requests that failed or begin again."""
         unfinished = [*self._running.values(), *([] if self._next is None else [self._next])]
-        return self._answered_tokens + sum(len(each.choice.tokens) for each in unfinished)
+        return self._answered_tokens + sum(len(each.sampler.tokens) for each in unfinished)
 
     @property
     def kv_bytes(self) -> int:
@@ -170,7 +170,7 @@ class InFlight:
                 self._after_prompt(current.index, current.cache)
             current.end_prompt()
             self._prefilling = None
-            if not current.add(current.choice.choose(logits)):
+            if not current.add(current.sampler.next_token(logits)):
                 self._next = current
                 return
             answer = self._answer_of(current)
@@ -196,10 +196,10 @@ class InFlight:
             return
         running, cache = self._next, self._next.cache
         if self._cache is None:
-            self._cache, config = SlotCache(cache, self._is_fixed), running.choice.config
+            self._cache, config = SlotCache(cache, self._is_fixed), running.sampler.config
             if self._connected.model._valid_auto_compile_criteria({CACHE: self._cache}, config):
                 self._call = self._connected.model.get_compiled_call(config.compile_config)
-        room = running.choice.room - 1
+        room = running.sampler.room - 1
         if not running.sizes:
             running.sizes = self._cache.sizes_for(cache, room)
         sizes = [max(pair) for pair in zip(running.sizes, self._cache.sizes, strict=True)]
@@ -258,8 +258,8 @@ class InFlight:
         for slot, running in list(self._running.items()):
             running.position += 1
             try:
-                choice = running.choice
-                token = chosen[slot] if choice.is_greedy else choice.choose(logits[slot])
+                sampler = running.sampler
+                token = chosen[slot] if sampler.is_greedy else sampler.next_token(logits[slot])
                 if not running.add(token):
                     continue
                 done.append(self._answer_of(running))
@@ -274,7 +274,7 @@ class InFlight:
         vocabulary)."""
         ids, positions = [0] * self.slots, [0] * self.slots
         for slot, running in self._running.items():
-            ids[slot], positions[slot] = running.choice.tokens[-1], running.position
+            ids[slot], positions[slot] = running.sampler.tokens[-1], running.position
         device = device_of(self._connected.model)
         output = self._call(
             input_ids=on_device(ids, device)[:, None],
@@ -289,7 +289,7 @@ class InFlight:
         return chosen, logits
 
     def _answer_of(self, complete: RequestState) -> Answer:
-        self._answered_tokens += len(complete.choice.tokens)
+        self._answered_tokens += len(complete.sampler.tokens)
         return complete.answer()
 
     def _evict(self) -> Iterator[Answer]:
@@ -313,7 +313,7 @@ class InFlight:
         size = self._cache.nbytes_for(running.sizes)
         error = KVCompressError(
             f"one slot takes {size / 2**30:.3g} GB for this request, with room for max_new_tokens="
-            f"{running.choice.room}, which is more than kv_gb={self._limits.kv_gb:.3g}"
+            f"{running.sampler.room}, which is more than kv_gb={self._limits.kv_gb:.3g}"
         )
         return running.failed(error)
 

@@ -44,7 +44,7 @@ class RequestState:
     Attributes:
         waited_s: seconds from the start of the run until the prefill began.
         cache: the cache that holds the prompt; None before the first piece, and once the request has a slot.
-        choice: how its tokens are chosen, after the first piece.
+        sampler: chooses its tokens, after the first piece.
         position: after the last piece, the position of the token to feed next.
         sizes: size of the slot that it needs; empty until that is known.
     """
@@ -80,7 +80,7 @@ class RequestState:
                     f"a request is a mapping of model inputs or a Request, not a {type(self.request).__name__}"
                 )
             self.cache = connected.new_cache()
-            inputs, self.choice = prepare(connected.model, self.request, options, self.cache)
+            inputs, self.sampler = prepare(connected.model, self.request, options, self.cache)
             output = connected.prefill(self._pieces, inputs)
             # Later passes use the embeddings of the first, so no image is encoded again.
             self._inputs = {name: value for name, value in inputs.items() if name in WITHOUT_MEDIA}
@@ -111,10 +111,10 @@ class RequestState:
         else:
             self._first_at = now
         self._latest_at = now
-        return self.choice.add(token)
+        return self.sampler.add(token)
 
     def answer(self) -> Answer:
-        tokens = self.choice.tokens
+        tokens = self.sampler.tokens
         is_one = len(tokens) == 1
         return Answer(
             self.index,

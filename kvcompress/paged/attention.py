@@ -29,7 +29,7 @@ class OwnEntries:
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "OwnEntries":
-        """Create it for requests with these numbers of entries, one after the other."""
+        """Create it for requests with these numbers of entries, stored consecutively."""
         first = on_device([0, *accumulate(lengths)][:-1], device)[:, None]
         place, length = torch.arange(max(lengths), device=device), on_device(lengths, device)[:, None]
         return cls(first + place.minimum(length - 1), (place < length)[:, None, None])

@@ -136,7 +136,7 @@ class Eviction:
         rotation = range(3 * len(request.layers), len(path.held[0]))
         request.known_rotation = [path.computed(part, known)[None].to(slots.device) for part in rotation]
         request.stored = known
-        self._prefixes.took(known)
+        self._prefixes.count_reused(known)
         return known
 
     def plan(self, batch: list[FutureRequestState]) -> None:
