@@ -24,6 +24,7 @@ from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
 from ..scoring.vision import vision_token_ids
 from . import saved
+from .choice import Choice
 from .hiding import Hiding
 from .layer import CompressedLayer, nbytes_of
 from .new_tokens import NewTokens, check_past
@@ -117,7 +118,8 @@ class CompressedCache(DynamicCache):
         hiding = None if first_hidden is None else Hiding(tokens, first_hidden)
         compressed = len(full_attention)
         for place, layer_idx in enumerate(full_attention):
-            self.layers[layer_idx] = CompressedLayer(layer_idx, place, compressed, self.policy, max_new_tokens, hiding)
+            choice = Choice(self.policy, layer_idx, place, compressed)
+            self.layers[layer_idx] = CompressedLayer(choice, max_new_tokens, hiding)
         others = [layer for layer in self.layers if not isinstance(layer, (CompressedLayer, WITHOUT_KEYS))]
         kinds = {type(layer) for layer in others}
         if not compressed:

@@ -11,7 +11,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..device import own_dtypes
 from ..errors import KVCompressError
-from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
 from .answering import Answering
 from .choice import Choice
@@ -104,21 +103,11 @@ class CompressedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(
-        self,
-        layer_idx: int,
-        place: int,
-        num_layers: int,
-        policy: Policy,
-        room: int | None,
-        hiding: Hiding | None = None,
-    ):
-        """`layer_idx` is the model's index, `place` the index among the `num_layers` compressed layers; `hiding` is
-        shared by all layers of the cache."""
+    def __init__(self, choice: Choice, room: int | None, hiding: Hiding | None = None):
+        """`room` is the number of new tokens to allocate room for; `hiding` is shared by all layers of the cache."""
         super().__init__()
-        self.hiding = hiding
-        self.layer_idx, self.policy, self._room = layer_idx, policy, room
-        self.choice = Choice(policy, layer_idx, place, num_layers)
+        self.choice, self._room, self.hiding = choice, room, hiding
+        self.layer_idx, self.policy = choice.layer_idx, choice.policy
         self._listeners: OrderedDict[int, Listener] = OrderedDict()
         self.scaling: float | None = None
         self.module: torch.nn.Module | None = None
@@ -148,11 +137,6 @@ class CompressedLayer(CacheLayerMixin):
         return int(self.get_seq_length())
 
     @property
-    def stored(self) -> int:
-        """Number of slots in use in the row and head that keeps most."""
-        return self.memory.stored
-
-    @property
     def waiting(self) -> Waiting | None:
         """The prompt whose choice waits for the other layers."""
         return self._phase if isinstance(self._phase, Waiting) else None
@@ -167,7 +151,7 @@ class CompressedLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         return self.memory.nbytes
 
-    # -- the kind of pass
+    # -- phases
 
     def begin(self, tokens: NewTokens) -> None:
         """Prepare for a forward pass over `tokens`, which will be compressed."""
@@ -237,7 +221,7 @@ class CompressedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.memory.has_fixed_shapes:  # only used for the padding of a second prompt
             return query_length, 0 if query_length == 1 else self.seen
-        return self.stored + query_length, self.seen - self.stored
+        return self.memory.stored + query_length, self.seen - self.memory.stored
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Take new states (batch, kv_heads, new, head_dim); return the keys and values to attend to."""
@@ -268,7 +252,7 @@ class CompressedLayer(CacheLayerMixin):
     def restore(self, memory: Memory) -> None:
         """Replace the contents."""
         self.memory = memory
-        self._decoding = self._phase = Decoding(self.choice, memory, self.layer_idx, self.hiding)
+        self._decoding = self._phase = Decoding(self.choice, memory, self.hiding)
 
     def state(self) -> dict[str, object]:
         """Return the contents for saving to a file."""

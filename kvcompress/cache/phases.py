@@ -72,15 +72,14 @@ class Decoding(Phase):
     """A token that is stored before it is attended to. One object serves a whole answer, so that compiled graphs stay
     valid."""
 
-    def __init__(self, choice: Choice, memory: Memory, layer_idx: int, hiding: Hiding | None):
+    def __init__(self, choice: Choice, memory: Memory, hiding: Hiding | None):
         super().__init__(choice, memory)
-        self._evicts = choice.policy.decode is not None
-        self._layer_idx, self._hiding = layer_idx, hiding
+        self._evicts, self._hiding = choice.policy.decode is not None, hiding
 
     @property
     def hidden(self) -> torch.Tensor | None:
         """The slots that this layer does not see in the current step: bool (batch, slots), or None."""
-        if self._hiding is None or self._layer_idx < self._hiding.first_layer:
+        if self._hiding is None or self.choice.layer_idx < self._hiding.first_layer:
             return None
         return self._hiding.hidden
 
@@ -98,7 +97,7 @@ class Decoding(Phase):
         return None if visible is None else visible[:, :, None]
 
     def after_attention(self, states: States) -> Phase:
-        if self._hiding is not None and self._layer_idx == self._hiding.first_layer - 1:
+        if self._hiding is not None and self.choice.layer_idx == self._hiding.first_layer - 1:
             self._hiding.choose(self.memory, self.memory.kept, self.memory.seen, states.queries, states.scaling)
         if self._evicts:
             self.memory.remember(self.choice.latest(states.queries, states.rotary))

@@ -75,8 +75,7 @@ class ResumedPrompt:
         if self._piece is None and (tree is None or not isinstance(wanted, int) or wanted < 1):
             return []
         if (reason := why_whole(decoder, cache)) is not None:
-            if self._piece is not None and cache.announced.columns > self._piece:
-                say_whole(self._piece, reason)
+            self._warn(cache, reason)
             return []
         self._cache, self._tree, self._identity = cache, tree, identity
         self._wanted = wanted if self._piece is None else 1
@@ -109,11 +108,8 @@ class ResumedPrompt:
         try:
             columns_of(kwargs, 0, tokens.columns, tokens.columns)
         except KVCompressError:
-            if self._piece is not None and tokens.columns > self._piece:
-                say_whole(
-                    self._piece,
-                    "the text decoder's arguments cannot be cut, such as a mask of image tokens that see each other",
-                )
+            reason = "the text decoder's arguments cannot be cut, such as a mask of image tokens that see each other"
+            self._warn(self._cache, reason)
             return False
         self._tokens, self._kwargs = tokens, kwargs
         self._pads = [tokens.columns - length for length in tokens.lengths]
@@ -121,6 +117,11 @@ class ResumedPrompt:
             self._find()
         self._first = self._known
         return True
+
+    def _warn(self, cache: CompressedCache, reason: str) -> None:
+        """Warn, once per reason, if a prompt of several pieces is prefilled whole."""
+        if self._piece is not None and cache.announced.columns > self._piece:
+            say_once(f"prefill_tokens={self._piece}: prompts are prefilled whole, because {reason}")
 
     def _find(self) -> None:
         tokens = self._tokens
@@ -242,10 +243,6 @@ def why_whole(decoder: PreTrainedModel, cache: CompressedCache) -> str | None:
 
 def is_rotated_by_length(decoder: PreTrainedModel) -> bool:
     return any(getattr(module, "rope_type", None) in ROTATED_BY_LENGTH for module in decoder.modules())
-
-
-def say_whole(piece: int, reason: str) -> None:
-    say_once(f"prefill_tokens={piece}: prompts are prefilled whole, because {reason}")
 
 
 def given_by(kwargs: dict, row: int, pads: int) -> Columns:

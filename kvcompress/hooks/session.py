@@ -130,7 +130,7 @@ class Session:
         self._forward_names = list(inspect.signature(self.model.forward).parameters)
         self._cache_name = next((name for name in NAMES if name in self._forward_names), CACHE)
         self._threads = Threads()
-        self._of_pass: list[RemovableHandle | ResumedPrompt] = []
+        self._pass_hooks: list[RemovableHandle | ResumedPrompt] = []
         self._pieces: ResumedPrompt | None = None  # the prompt that is being prefilled in pieces
         self._replaced: WeakSet[DynamicCache] = WeakSet()  # caches that were given, and stay empty
         self._undo = ExitStack()  # undone on leaving the context
@@ -222,29 +222,34 @@ class Session:
             self._threads.enter((is_prompt and is_hooked) or policy.hooks_steps)
         self._end_pass()  # of an interrupted pass
         if is_prompt and policy.tokens is not None:
-            self._of_pass = prune(self._decoder, self._base, cache, self._tower, self._frames, ids)
+            self._pass_hooks = prune(self._decoder, self._base, cache, self._tower, self._frames, ids)
         if policy.watches_rotary and (is_prompt or policy.hooks_steps):
-            self._of_pass += watch_rotary(self._decoder, cache.rotate)
+            self._pass_hooks += watch_rotary(self._decoder, cache.rotate)
         if policy.cluster.reads_hidden and (is_prompt or policy.hooks_steps):
-            self._of_pass += watch_hidden_states(self._decoder, cache)
-        if policy.feeds_last_again and is_prompt:
-            self._of_pass.append(record_last_position(self._decoder, cache))
-        if policy.cluster.second_pass and is_prompt:
-            self._of_pass.append(SecondPass.watch(self._decoder, cache))
-        if policy.engine.prefill_chunk is not None and is_prompt:
-            self._of_pass += feed_in_chunks(self._decoder, cache)
-        if is_prompt and policy.engine.scope == "context-first":
-            read = partial(self._prefixes.read_context, self._decoder, self._base, cache)
-            self._of_pass += read_context_first(self._decoder, cache, read, partial(self._choose, cache))
+            self._pass_hooks += watch_hidden_states(self._decoder, cache)
         if is_prompt:
-            prompt, wanted = self._pieces or ResumedPrompt(), wanted_outputs(kwargs)
-            self._of_pass += self._prefixes.attach(prompt, self._decoder, self._base, cache, wanted)
+            self._hook_prompt(cache, wanted_outputs(kwargs))
         kwargs = {name: value for name, value in kwargs.items() if name not in NAMES} | {self._cache_name: cache}
         if isinstance(cache, CompressedCache):
             self.cache = cache
             if is_prompt:
                 cache.filled_by = self._reference
         return (), kwargs
+
+    def _hook_prompt(self, cache: CompressedCache, wanted: object) -> None:
+        """Register the hooks by which a prompt is fed in parts or its inputs are recorded."""
+        policy, decoder = cache.policy, self._decoder
+        if policy.feeds_last_again:
+            self._pass_hooks.append(record_last_position(decoder, cache))
+        if policy.cluster.second_pass:
+            self._pass_hooks.append(SecondPass.watch(decoder, cache))
+        if policy.engine.prefill_chunk is not None:
+            self._pass_hooks += feed_in_chunks(decoder, cache)
+        if policy.engine.scope == "context-first":
+            read = partial(self._prefixes.read_context, decoder, self._base, cache)
+            self._pass_hooks += read_context_first(decoder, cache, read, partial(self._choose, cache))
+        prompt = self._pieces or ResumedPrompt()
+        self._pass_hooks += self._prefixes.attach(prompt, decoder, self._base, cache, wanted)
 
     def _choose(self, cache: CompressedCache, output: Any = None) -> None:
         """Make the choices that wait for the whole prompt, given the model's output, or for its context."""
@@ -263,8 +268,8 @@ class Session:
 
     def _end_pass(self) -> None:
         """Remove the hooks of one pass."""
-        while self._of_pass:
-            self._of_pass.pop(0).remove()
+        while self._pass_hooks:
+            self._pass_hooks.pop(0).remove()
 
     def _after_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict, output: Any) -> Any:
         """Finish after the forward pass; `output` is None if it raised."""

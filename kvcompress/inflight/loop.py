@@ -9,6 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,7 @@ class InFlight:
         """`is_fixed` says whether every step has the same shapes; other arguments are as in `Session.generate_many`."""
         self._connected, self._options = connected, options
         self._limits, self._most = limits, limits.slots
+        self._handled = (torch.OutOfMemoryError,) if limits.on_oom == "halve" else ()  # by halving the slots
         self._is_fixed, self._after_prompt = is_fixed, after_prompt
         self.steps = self.halved = self._answered_tokens = self._peak_kv_bytes = self._last_slots = 0
         self._new = enumerate(requests)
@@ -175,7 +177,7 @@ class InFlight:
                 return
             answer = self._answer_of(current)
         except torch.OutOfMemoryError as error:
-            if self._limits.on_oom == "raise":
+            if not self._handled:
                 raise
             is_out_of_memory = True
             answer = current.failed(torch.OutOfMemoryError(str(error)))
@@ -213,9 +215,8 @@ class InFlight:
                 self._resize(slots, sizes)
             slot = next(slot for slot in range(slots) if slot not in self._running)
             self._cache.fill(slot, cache, room)
-        except torch.OutOfMemoryError:
-            if self._limits.on_oom == "raise":
-                raise
+        except self._handled:
+            pass
         else:
             running.cache, self._next = None, None
             self._running[slot] = running
@@ -245,9 +246,7 @@ class InFlight:
         """Feed every running request's latest token; yield the finished answers."""
         try:
             chosen, logits = self._feed()
-        except torch.OutOfMemoryError:
-            if self._limits.on_oom == "raise":
-                raise
+        except self._handled:
             chosen = None
         if chosen is None:
             self._cache.take_back()
@@ -294,11 +293,8 @@ class InFlight:
 
     def _evict(self) -> Iterator[Answer]:
         while self._running:
-            try:
+            with suppress(*self._handled):
                 return self._cache.evict()
-            except torch.OutOfMemoryError:
-                if self._limits.on_oom == "raise":
-                    raise
             yield from self._shrink()
 
     def _free(self, slot: int) -> None:

@@ -352,7 +352,8 @@ def test_infinipot_v_finds_what_changed_also_among_what_is_left_of_older_chunks(
     frame = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
     keys = frame.repeat(12, 1)[None, None]
     keys[0, 0, 7] *= -1
-    layer = CompressedLayer(0, 0, 1, make_policy("infinipot-v", budget=8, tar=1.0, prefill_chunk=10), None)
+    policy = make_policy("infinipot-v", budget=8, tar=1.0, prefill_chunk=10)
+    layer = CompressedLayer(Choice(policy, 0, 0, 1), None)
     held = []
     for start in range(0, 60, 10):
         part = keys[:, :, start : start + 10]

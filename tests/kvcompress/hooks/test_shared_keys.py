@@ -83,7 +83,7 @@ def test_layers_without_keys_attend_where_entries_lie(model, as_on_cuda):
 def test_where_a_model_leaves_out_queries_the_last_ones_attend_as_among_all(queries):
     query, key, value = torch.randn(3, 1, 2, 9, 8, generator=torch.Generator().manual_seed(0))
     module = SimpleNamespace(is_causal=True)
-    attend = partial(attend_to_others, "sdpa", sdpa_attention_forward, module)
+    attend = partial(attend_to_others, "sdpa", module)
     shared = on_their_way(key, SimpleNamespace(is_first_prompt=True, decodes_in_place=False))
     every, _ = sdpa_attention_forward(module, query, key, value, None)
     last, _ = attend(query[:, :, -queries:], shared, value, None)

@@ -78,8 +78,8 @@ class Step:
     own: OwnEntries | None
 
 
-class Eviction:
-    """Compresses one manager's requests; it listens to the pages and to the attention of the layers.
+class PagedCompressor:
+    """Compresses one manager's requests; the pages and the attention function call it.
 
     Attributes:
         peak_pages: the most pages per layer that requests had at once.
@@ -105,7 +105,7 @@ class Eviction:
 
     # -- for the pages
 
-    def meet(self, state: RequestState) -> PagedRequest:
+    def register(self, state: RequestState) -> PagedRequest:
         prompt, policy = state.initial_tokens, self.policy
         stored = policy.budget(len(prompt))
         answer = None if state.max_new_tokens is None else state.max_new_tokens - 1  # the last token is not fed
