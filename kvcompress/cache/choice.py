@@ -21,6 +21,8 @@ from .new_tokens import NewTokens
 from .protected import Protected
 from .scope import Candidates, States, context_of, evictable, fills_all_slots, with_budgets
 
+BLOCK = 128  # queries whose attention is in memory at a time
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -368,12 +370,12 @@ class Choice:
             columns = columns.masked_fill(pad_columns(view.padding, keys.shape[2]), -1)
         return self.policy.cluster.checked_note(Kept(keys, values, columns), keys, view)
 
-    def _added(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView, block: int = 128) -> torch.Tensor:
-        """Return what the latest queries add to each entry's sum, `block` queries at a time to save memory."""
+    def _added(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
+        """Return what the latest queries add to each entry's sum, a block of queries at a time to save memory."""
         sums = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
-        for start in range(0, queries.shape[2], block):
-            some = queries[:, :, start : start + block]
-            seen = view.stored.seen - queries.shape[2] + start + some.shape[2]
+        seen = view.stored.seen - queries.shape[2]
+        for some in queries.split(BLOCK, dim=2):
+            seen += some.shape[2]
             sums += self.policy.cluster.observe(some, keys, replace(view, stored=replace(view.stored, seen=seen)))
         return sums
 

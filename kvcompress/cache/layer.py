@@ -49,7 +49,7 @@ class LayerKeys(torch.Tensor):
     is_used: bool
 
     def use(self) -> None:
-        """Note that their layer attends to them. Raises KVCompressError the second time."""
+        """Mark them as attended to by their layer. Raises KVCompressError the second time."""
         if self.is_used:
             raise KVCompressError(
                 f"a {type(self.kv_layer.module).__name__} attends twice with the same keys, but compression works for "
@@ -69,7 +69,7 @@ class LayerKeys(torch.Tensor):
         )
 
 
-def on_their_way(keys: torch.Tensor, layer: CacheLayerMixin) -> torch.Tensor:
+def wrap_keys(keys: torch.Tensor, layer: CacheLayerMixin) -> torch.Tensor:
     """Wrap keys for our attention function, which finds their layer as `kv_layer`."""
     if torch.compiler.is_compiling():  # a tensor subclass would break the graph
         keys = keys.view_as(keys)
@@ -168,7 +168,7 @@ class CompressedLayer(CacheLayerMixin):
         self._phase = Rereading(self.waiting, columns, missing, sinks)
 
     def begin_answer(self) -> Answering:
-        """Prepare for an answer to the waiting prompt, and return its pass."""
+        """Prepare for an answer to the waiting prompt, and return its phase."""
         self._phase = Answering(self.waiting)
         return self._phase
 
@@ -228,7 +228,7 @@ class CompressedLayer(CacheLayerMixin):
         keys, values = self._phase.update(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        return on_their_way(keys, self), values
+        return wrap_keys(keys, self), values
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)

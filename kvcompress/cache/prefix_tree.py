@@ -123,7 +123,7 @@ class PrefixTree:
         self.nbytes += node.nbytes
 
     def shrink(self, room: int) -> None:
-        """Change the most bytes; what was used least recently leaves."""
+        """Set the size in bytes, and drop the least recently used nodes that no longer fit."""
         self.room = room
         self._make_room(0)
 

@@ -48,8 +48,9 @@ def register_attention(base: str) -> str:
 
 
 def prompt_mask(base_mask: Callable, batch_size, q_length, kv_length, q_offset=0, local_size=None, **kwargs):
-    """Return the base's mask for a prefill, otherwise None, as the layer then builds it (sliding layers keep the
-    base's), except of a later prompt that is not simply causal."""
+    """Return the base's mask for a prefill and for layers with sliding windows.
+
+    Return None for decode steps and for later prompts that are simply causal, since the layer then builds the mask."""
     # With static shapes the offset is on the device; one query then is a decode step.
     is_later = q_length == 1 if isinstance(q_offset, torch.Tensor) else q_offset > 0
     if local_size is None and is_later and (q_length == 1 or kwargs.get("allow_is_causal_skip", True)):
@@ -178,7 +179,7 @@ def with_new_tokens(mask: torch.Tensor | None, model_mask: torch.Tensor | None) 
 
 
 def with_bias(query: torch.Tensor, key: torch.Tensor, layer, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return queries and keys for a method that gives keys a bias, in a channel more than the model's queries have."""
+    """Return queries and keys for a method that gives keys a bias: one more channel than the model's queries have."""
     if key.shape[3] == query.shape[3]:
         return query, key
     if layer.is_whole:  # no key has one

@@ -63,7 +63,7 @@ def read_context_first(
 
 
 class KeptContexts:
-    """What caches keep of contexts, in at most `room` bytes; the least recently used leaves first.
+    """The contents of caches that have read a context, in at most `room` bytes; the least recently used are dropped.
 
     Attributes:
         nbytes: bytes held.
@@ -93,7 +93,7 @@ class KeptContexts:
 
 
 def context_key(identity: object, cache: CompressedCache, given: list[Columns]) -> object:
-    """Return what caches must have in common to keep the same of a context.
+    """Return a key that is equal for caches that keep the same entries of a context.
 
     Args:
         identity: the decoder in its present state.

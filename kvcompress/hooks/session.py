@@ -33,7 +33,7 @@ from .hidden_states import watch_hidden_states
 from .last_token import check_outputs, last_token, record_last_position
 from .model import check_heads, check_whole_prompt, refuse_pages, text_decoder, unwrapped
 from .model_identity import ModelReference
-from .positions import go_on_from, rope_deltas
+from .positions import rope_deltas, set_rope_deltas
 from .prefix_cache import PrefixCache
 from .replacement import Replacement, wrapped
 from .resumed_prompt import ResumedPrompt, wanted_outputs
@@ -183,7 +183,7 @@ class Session:
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         names = inspect.signature(generate).parameters
         check_whole_prompt(self.model, dict(zip(names, args, strict=False)) | kwargs)
-        self._count_on(cache_in(kwargs))  # `generate` counts positions before the first forward pass
+        self._continue_positions(cache_in(kwargs))  # `generate` counts positions before the first forward pass
         return generate(*args, **kwargs)
 
     def _prepare_inputs(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -195,10 +195,10 @@ class Session:
             cache.compressed_layers[0].memory.check_room(tokens.shape[-1])
         return prepare(*args, **kwargs)
 
-    def _count_on(self, cache: object) -> None:
+    def _continue_positions(self, cache: object) -> None:
         """Let the model continue positions after the tokens in the cache, not after its latest prompt."""
         if isinstance(cache, CompressedCache) and not torch.compiler.is_compiling():
-            go_on_from(self.model, None if cache.is_empty else cache.rope_deltas)
+            set_rope_deltas(self.model, None if cache.is_empty else cache.rope_deltas)
 
     def _before_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Give a new generation its cache, and announce the forward pass to the cache."""
@@ -209,7 +209,7 @@ class Session:
         batch, columns = (embeds if ids is None else ids).shape[:2]
         cache = self._cache_for(kwargs)
         if kwargs.get("position_ids") is None:
-            self._count_on(cache)
+            self._continue_positions(cache)
         check_answers(self.model, cache.policy, kwargs.get("return_dict"))
         check_outputs(cache.policy, kwargs, columns)
         mask, grid = kwargs.get("attention_mask"), kwargs.get("video_grid_thw")

@@ -24,7 +24,7 @@ from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
 from .hidden_states import watch_inputs
 from .model import text_decoder, unwrapped
-from .positions import go_on_from, rope_deltas
+from .positions import rope_deltas, set_rope_deltas
 from .replacement import wrapped
 from .rotary import watch_rotary
 from .second_pass import Results, SecondPass
@@ -220,7 +220,7 @@ class SharedPrompt:
             cache.last_position = positions[..., -1:].to(device_of(self.model))
         if known.rotary is not None:
             cache.rotate(known.rotary)
-        go_on_from(self.model, known.rope_deltas)
+        set_rope_deltas(self.model, known.rope_deltas)
         for layer in known.layers:
             start = now(layer.device)
             query, key, value = (state.to(layer.device) for state in layer.states)

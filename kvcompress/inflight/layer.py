@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from ..cache.eviction import batch_key, evict_together
-from ..cache.layer import CompressedLayer, on_their_way
+from ..cache.layer import CompressedLayer, wrap_keys
 from ..cache.memory import Memory
 from ..cache.scope import States
 from ..device import on_device, own_dtypes
@@ -184,7 +184,7 @@ class SlotLayer(DecodingLayer):
         with torch.no_grad():
             self.storage.append(key_states, value_states, slots.seen.to(device), slots.active.to(device))
         keys, values = (key_states, value_states) if self.decodes_in_place else self.storage.read()
-        return on_their_way(keys, self), values
+        return wrap_keys(keys, self), values
 
     def mask(self, query_length: int) -> torch.Tensor:
         """Return the entries that the queries see: bool (slots, kv_heads, 1, keys)."""
@@ -321,7 +321,7 @@ class SlidingSlotLayer(DecodingLayer):
             self.keys.scatter_(2, places, key_states)
             self.values.scatter_(2, places[..., :1].expand_as(value_states), value_states)
             self.counts.add_(self._slots.active.to(self.counts.device))
-        return on_their_way(self.keys, self), self.values
+        return wrap_keys(self.keys, self), self.values
 
     def mask(self, query_length: int) -> torch.Tensor:
         places = torch.arange(self.window, device=self.counts.device)

@@ -30,7 +30,7 @@ class SlotPool:
 
     decodes_in_place = False
 
-    def __init__(self, like: Kept, slots: int, rows: int, is_fixed: bool = False, knows_columns: bool = False):
+    def __init__(self, like: Kept, slots: int, rows: int, is_fixed: bool, knows_columns: bool):
         self.slots, self.rows, self.is_fixed = slots, rows, is_fixed
         self.heads, device = like.keys.shape[1], like.keys.device
         # Attention multiplies invisible values by zero, so they must be finite.
@@ -181,7 +181,7 @@ class RaggedSlotPool(SlotPool):
 
     decodes_in_place = True
 
-    def __init__(self, like: Kept, slots: int, rows: int, is_fixed: bool = False, knows_columns: bool = False):
+    def __init__(self, like: Kept, slots: int, rows: int, is_fixed: bool, knows_columns: bool):
         super().__init__(like, slots, rows, is_fixed, knows_columns)
         even = rows // self.heads
         self._ends = [[even * (head + 1) for head in range(self.heads - 1)] + [rows] for _ in range(slots)]

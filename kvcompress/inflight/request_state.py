@@ -97,7 +97,7 @@ class RequestState:
         return self.cache.nbytes + (0 if self._pieces is None else self._pieces.nbytes)
 
     def end_prompt(self) -> None:
-        """Note what the prompt costs, and drop its inputs and pieces."""
+        """Record what the prompt costs, and drop its inputs and pieces."""
         self._tokens_in = self.cache.seen_tokens
         self._kv_bytes_prompt = self.cache.nbytes - self.cache.room_nbytes
         self._realised_ratios = [of_rows[0] for of_rows in self.cache.realised_ratios()]

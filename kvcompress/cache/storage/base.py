@@ -60,9 +60,9 @@ class Storage(ABC):
         return own + [tensor for storage in inside for tensor in storage.tensors()]
 
     @property
-    @abstractmethod
     def room_nbytes(self) -> int:
         """Bytes of the buffers that are reserved for new tokens."""
+        return sum(part.room_nbytes for part in vars(self).values() if isinstance(part, Storage))
 
     def extend(self, kept: Kept, first: int) -> None:
         """Append another compressed prompt, whose columns start at `first` (if `is_final`)."""

@@ -43,8 +43,10 @@ class DenseStorage(Storage):
         self.values[:, :, begin : self.length] = values
 
     def claim(self, new: int) -> torch.Tensor:
-        """Room for `new` tokens that the caller writes: the row of the flat buffers (`segments`) from which on each KV
-        head of each row of the batch has its own, LongTensor (batch * kv_heads,)."""
+        """Reserve room for `new` tokens, which the caller writes.
+
+        Returns the row of the flat buffers (`segments`) at which the room of each KV head of each row of the batch
+        begins: LongTensor (batch * kv_heads,)."""
         begin, capacity = self._grown(new), self.keys.shape[2]
         rows = self.keys.shape[0] * self.keys.shape[1] * capacity
         return torch.arange(begin, rows, capacity, device=self.keys.device)

@@ -188,7 +188,3 @@ class OffloadedStorage(Storage):
 
     def tensors(self) -> list[torch.Tensor]:
         return [*super().tensors(), *(part for parts in self.tail for part in parts)]
-
-    @property
-    def room_nbytes(self) -> int:
-        return self._inner.room_nbytes

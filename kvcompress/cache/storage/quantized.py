@@ -163,10 +163,6 @@ class QuantizedStorage(Storage):
     def tensors(self) -> list[torch.Tensor]:
         return [*super().tensors(), *(tensor for block in self.blocks for tensor in block.tensors())]
 
-    @property
-    def room_nbytes(self) -> int:
-        return self.recent.room_nbytes
-
 
 def _unused(indices: torch.Tensor) -> torch.Tensor | None:
     """Return which slots are unused, bool like `indices`; None if all are in use."""

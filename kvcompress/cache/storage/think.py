@@ -101,7 +101,3 @@ class ThinKStorage(Storage):
         self.channels = self.channels[rows]
         for part in (self.thin, self.whole):
             part.select(rows)
-
-    @property
-    def room_nbytes(self) -> int:
-        return self.whole.room_nbytes

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import kvcompress
+from kvcompress.cache import choice
 from kvcompress.cache.choice import Choice
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.new_tokens import NewTokens
@@ -311,7 +312,7 @@ def test_sums_over_a_long_chunk_are_those_of_all_its_queries_at_once(monkeypatch
     inputs = FAMILIES["qwen2"].inputs(model, [400])
     sums = []
     for block in (4096, 128, 60):
-        monkeypatch.setattr(Choice._added, "__defaults__", (block,))
+        monkeypatch.setattr(choice, "BLOCK", block)
         with kvcompress.compress(model, "h2o", 0.2, prefill_chunk=200) as session:
             generate(model, inputs, 1)
         sums.append([layer.memory.sums for layer in session.cache.layers])
