@@ -23,14 +23,7 @@ def evict(choice: Choice, memory: Memory, states: States) -> None:
     memory.decoded = 0
 
 
-def left_of(
-    choice: Choice,
-    memory: Memory,
-    kept: Kept,
-    seen: int,
-    states: States,
-    has_no_pads: bool = False,
-) -> Kept:
+def left_of(choice: Choice, memory: Memory, kept: Kept, seen: int, states: States, has_no_pads: bool = False) -> Kept:
     """Return what the decode budget leaves of `kept`, the entries of `seen` tokens. Arguments as in `Choice.reduce`."""
     lengths = [length + seen - memory.log.columns for length in memory.log.lengths]
     budgets = [choice.policy.decode(length) for length in lengths]
@@ -47,12 +40,7 @@ def batch_key(memory: Memory) -> tuple:
 
 
 def evict_together(
-    choice: Choice,
-    memories: list[Memory],
-    seen: list[int],
-    kept: Kept,
-    states: States,
-    decoded: int,
+    choice: Choice, memories: list[Memory], seen: list[int], kept: Kept, states: States, decoded: int
 ) -> Kept:
     """Return what the decode budget leaves of several sequences, and store in their memories what later evictions need.
 
@@ -62,20 +50,20 @@ def evict_together(
         states: with the latest queries of each sequence, (rows, heads, some, head_dim), NaN where there are none.
         decoded: tokens since the latest eviction.
     """
-    columns, logs, joined = max(seen), [memory.log for memory in memories], Memory(choice.policy, None)
+    columns, logs, batch = max(seen), [memory.log for memory in memories], Memory(choice.policy, None)
     shift = on_device([columns - each for each in seen], kept.indices.device)[:, None, None]
     aligned = replace(kept, indices=torch.where(kept.indices < 0, -1, kept.indices + shift))
-    joined.decoded, joined.rotary = decoded, memories[0].rotary
-    joined.log = SequenceLog(columns, list(seen), row_seeds=tuple(log.row_seeds[0] for log in logs))
+    batch.decoded, batch.rotary = decoded, memories[0].rotary
+    batch.log = SequenceLog(columns, list(seen), row_seeds=tuple(log.row_seeds[0] for log in logs))
     if logs[0].shares is not None:
-        joined.log.shares = [[log.shares[layer][0] for log in logs] for layer in range(len(logs[0].shares))]
+        batch.log.shares = [[log.shares[layer][0] for log in logs] for layer in range(len(logs[0].shares))]
     if logs[0].protected is not None:
-        joined.log.protected = Protected.joined([log.protected for log in logs], seen)
-        joined.log.prompt_entries = [log.held_of_prompt()[0] for log in logs]
+        batch.log.protected = Protected.joined([log.protected for log in logs], seen)
+        batch.log.prompt_entries = [log.held_of_prompt()[0] for log in logs]
     for name in LASTING:
         if getattr(memories[0], name) is not None:
-            setattr(joined, name, torch.cat([getattr(memory, name) for memory in memories]))
-    left = left_of(choice, joined, aligned, columns, states)
+            setattr(batch, name, torch.cat([getattr(memory, name) for memory in memories]))
+    left = left_of(choice, batch, aligned, columns, states)
     if left.indices is aligned.indices:  # nothing was evicted
         return kept if left.sums is None else replace(kept, sums=left.sums)
     for row, memory in enumerate(memories):

@@ -121,6 +121,9 @@ class Prefill(Phase):
         super().__init__(choice, memory)
         self.tokens, self.then, self.first = tokens, then, memory.seen
         self.is_first_prompt = memory.storage is None
+        self._budgets = choice.budgets(tokens)
+        # Whether the prompt is stored unchanged and unscored, with transformers' own shapes and bits.
+        self._keeps_all = memory.is_whole and self._budgets == tokens.context
 
     @property
     def length(self) -> int:
@@ -130,11 +133,6 @@ class Prefill(Phase):
     def wants_sums(self) -> bool:
         policy = self.choice.policy
         return policy.sums_attention and not (self._keeps_all and not policy.carries_sums)
-
-    @property
-    def _keeps_all(self) -> bool:
-        """Whether the prompt is stored unchanged and unscored, with transformers' own shapes and bits."""
-        return self.memory.is_whole and self.choice.budgets(self.tokens) == self.tokens.context
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
         if self.staged is not None:
@@ -169,7 +167,7 @@ class Prefill(Phase):
             return self.then
         if choice.policy.moves_keys:
             memory.rotary = choice.rotary_to_move(states.rotary, self.first)
-        view = choice.view(tokens, choice.budgets(tokens), states, memory.merge_threshold)
+        view = choice.view(tokens, self._budgets, states, memory.merge_threshold)
         if choice.policy.decode is not None:
             memory.remember(choice.latest(states.queries, states.rotary, view.padding))
         sums = choice.observe(states.queries, states.keys, view)

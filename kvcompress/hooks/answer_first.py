@@ -59,10 +59,7 @@ def answer_first(
             embeddings, by_layer = embedded(decoder, tokens)
             fed = {"inputs_embeds": embeddings} | ({} if by_layer is None else {"per_layer_inputs": by_layer})
             output = decoder(
-                **fed,
-                position_ids=inputs.following(seen, pads)[..., -1:],
-                use_cache=True,
-                **{CACHE: cache},
+                **fed, position_ids=inputs.following(seen, pads)[..., -1:], use_cache=True, **{CACHE: cache}
             )
             tokens = head(output.last_hidden_state[:, -1:]).argmax(-1).to(device)
     for layer in cache.compressed_layers:

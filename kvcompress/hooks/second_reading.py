@@ -115,9 +115,4 @@ def read_again(decoder: PreTrainedModel, inputs: DecoderInputs, cache: Compresse
         for layer in cache.compressed_layers:
             layer.read_again(scored.to(layer.device), missing.to(layer.device), cluster.sinks)
         with cache.other_layers_unchanged():  # sliding windows must not move
-            decoder(
-                **fed,
-                position_ids=inputs.following(cache.seen_tokens, fed_pads),
-                use_cache=True,
-                **{CACHE: cache},
-            )
+            decoder(**fed, position_ids=inputs.following(cache.seen_tokens, fed_pads), use_cache=True, **{CACHE: cache})

@@ -50,11 +50,7 @@ class RequestState:
     """
 
     def __init__(
-        self,
-        index: int,
-        request: Request | Mapping[str, torch.Tensor],
-        began: float,
-        prefill_tokens: int | None,
+        self, index: int, request: Request | Mapping[str, torch.Tensor], began: float, prefill_tokens: int | None
     ):
         """`began` is when the run began; `prefill_tokens` is the most tokens of a piece; None: the prompt is one
         piece."""
