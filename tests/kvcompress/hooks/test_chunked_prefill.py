@@ -328,7 +328,7 @@ def test_no_operation_on_thousands_of_frames_returns_as_many_elements_as_queries
     attended_over, after = [], CompressedLayer.after_attention
 
     def noted(layer: CompressedLayer, queries: torch.Tensor, *args: object) -> None:
-        attended_over.append(layer.stored + queries.shape[2])
+        attended_over.append(layer.memory.stored + queries.shape[2])
         after(layer, queries, *args)
 
     monkeypatch.setattr(CompressedLayer, "after_attention", noted)
