@@ -165,8 +165,7 @@ class CompressedCache(DynamicCache):
             self._stage, self.is_prompt = "announced", False
             return False
         if not is_first:
-            log, seen = memory.log, memory.seen
-            check_past(attention_mask, columns, seen, [length + seen - log.columns for length in log.lengths])
+            check_past(attention_mask, columns, memory.seen, memory.log.lengths_at(memory.seen))
         tokens = NewTokens.of(
             self.config, self.policy, is_first, batch, columns, input_ids, attention_mask, video_grid_thw, self._decode
         )

@@ -211,7 +211,6 @@ class Choice:
         kept: Kept,
         memory: Memory,
         seen: int,
-        lengths: list[int],
         budgets: list[int],
         states: States,
         has_no_pads: bool = False,
@@ -224,7 +223,7 @@ class Choice:
         Args:
             kept: all of the entries, with `Kept.held` if it is known.
             memory: what lasted since earlier choices.
-            lengths: tokens of each row so far, evicted ones included.
+            seen: columns of the sequence so far.
             budgets: entries to keep, as a mean over the layers.
             states: with all remembered queries, or a chunk's.
             has_no_pads: as in `Memory`; if it is False and `Kept.held` unknown, pads are counted, which waits for the
@@ -238,7 +237,7 @@ class Choice:
                 sums and, in a later chunk, `Kept.noted`.
         """
         log, (rows, kv_heads, slots) = memory.log, kept.indices.shape
-        held, padding = kept.held, None
+        lengths, held, padding = log.lengths_at(seen), kept.held, None
         if held is not None:
             padding = on_device(slots - torch.tensor(held), kept.indices.device)
         elif has_no_pads:

@@ -25,11 +25,10 @@ def evict(choice: Choice, memory: Memory, states: States) -> None:
 
 def left_of(choice: Choice, memory: Memory, kept: Kept, seen: int, states: States, has_no_pads: bool = False) -> Kept:
     """Return what the decode budget leaves of `kept`, the entries of `seen` tokens. Arguments as in `Choice.reduce`."""
-    lengths = [length + seen - memory.log.columns for length in memory.log.lengths]
-    budgets = [choice.policy.decode(length) for length in lengths]
+    budgets = [choice.policy.decode(length) for length in memory.log.lengths_at(seen)]
     if choice.policy.moves_keys:
         states = replace(states, rotary=memory.rotary)
-    return choice.reduce(kept, memory, seen, lengths, budgets, states, has_no_pads)
+    return choice.reduce(kept, memory, seen, budgets, states, has_no_pads)
 
 
 def batch_key(memory: Memory) -> tuple:

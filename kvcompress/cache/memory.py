@@ -61,6 +61,10 @@ class SequenceLog:
         self.columns = first + tokens.columns
         self.row_seeds = tokens.row_seeds
 
+    def lengths_at(self, seen: int) -> list[int]:
+        """Return the real tokens of each row among `seen` columns, decoded ones included."""
+        return [length + seen - self.columns for length in self.lengths]
+
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order."""
         order = rows.tolist()

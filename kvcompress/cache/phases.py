@@ -217,7 +217,6 @@ class LaterChunk(Prefill):
             both,
             memory,
             seen,
-            log.lengths,
             budgets,
             replace(states, queries=queries, rotary=rotary),
             has_no_pads=has_no_pads,
