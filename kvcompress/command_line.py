@@ -135,7 +135,7 @@ def exit_code(command: Callable[[list[str]], int | None], argv: list[str] | None
     try:
         with interruptible():
             code = command(sys.argv[1:] if argv is None else argv) or 0
-            sys.stdout.flush()  # here, where a full disk or a reader who has gone is told
+            sys.stdout.flush()  # here, so that a full disk or a closed pipe is reported
             return code
     except KeyboardInterrupt as error:
         number = getattr(error, "number", signal.SIGINT)

@@ -1,6 +1,7 @@
 """Device helpers: copy numbers to a device and back, wait for it, and read its peak memory."""
 
-from contextlib import AbstractContextManager, nullcontext
+import time
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -80,19 +81,20 @@ def synchronise(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
+def now(device: torch.device) -> float:
+    """Return `time.perf_counter()` once all work given to the device is done."""
+    synchronise(device)
+    return time.perf_counter()
+
+
 def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        return
-    if device.type == "mps":
+    elif device.type == "mps":
         torch.mps.empty_cache()
-        return
-    mark = Path("/proc/self/clear_refs")
-    if mark.exists():
-        try:
+    elif (mark := Path("/proc/self/clear_refs")).exists():
+        with suppress(PermissionError):  # some containers forbid it: the peak then covers the whole process
             mark.write_text("5")  # resets VmHWM
-        except PermissionError:  # some containers forbid it: the peak then covers the whole process
-            return
 
 
 def peak_memory(device: torch.device) -> int:

@@ -1,7 +1,6 @@
 """The cost of one `generate` call: time to first token, time per output token, KV bytes, peak memory; and the largest
 tensor of any code."""
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from .device import device_of, peak_memory, reset_peak_memory, synchronise
+from .device import device_of, now, peak_memory, reset_peak_memory, synchronise
 from .errors import KVCompressError
 from .hooks.model import generation_option, unwrapped
 from .hooks.session import Session
@@ -51,8 +50,7 @@ class TokenTimes(StoppingCriteria):
         self.times: list[float] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.BoolTensor:
-        synchronise(input_ids.device)
-        self.times.append(time.perf_counter())
+        self.times.append(now(input_ids.device))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
@@ -70,8 +68,7 @@ class TokenClock(TokenTimes):
         if len(self.times) == 1:
             self.kv_bytes_prompt = self.session.cache.nbytes
             self.kv_room_bytes = self.session.cache.room_nbytes
-            synchronise(input_ids.device)
-            self.decoding_from = time.perf_counter()
+            self.decoding_from = now(input_ids.device)
         return goes_on
 
 
@@ -99,8 +96,7 @@ def generate(
     criteria = StoppingCriteriaList([*(generate_kwargs.pop("stopping_criteria", None) or []), clock])
     end = generation_option(model, generate_kwargs, "eos_token_id")
     reset_peak_memory(device)
-    synchronise(device)
-    start = time.perf_counter()
+    start = now(device)
     sequences = model.generate(**inputs, stopping_criteria=criteria, **generate_kwargs)
     synchronise(device)
     if not isinstance(sequences, torch.Tensor) or len(sequences) != len(ids):

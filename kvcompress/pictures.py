@@ -25,7 +25,7 @@ def read_image(source: Any) -> Image.Image:
         raise KVCompressError(f"an image must be a PIL image or a file name, got {type(source).__name__}")
     if source.mode.startswith("I;16"):  # Pillow would clip 16 bits to the lowest 8: all but the darkest turn white
         source = Image.fromarray((np.asarray(source) >> 8).astype(np.uint8))
-    if source.has_transparency_data:  # what lies under it is arbitrary, and often black as the text
+    if source.has_transparency_data:  # the colour below is arbitrary, and often black like the text
         white = Image.new("RGBA", source.size, "white")
         source = Image.alpha_composite(white, source.convert("RGBA"))
     return source.convert("RGB")

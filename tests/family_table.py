@@ -276,7 +276,7 @@ def entries_held(session: kvcompress.Session) -> Iterator[list[int]]:
     """The most entries that any layer holds per row and KV head, after each pass of the text decoder inside."""
     held = []
     handle = text_decoder(session.model).register_forward_hook(
-        lambda *_: held.append(max(layer.stored for layer in session.cache.compressed_layers))
+        lambda *_: held.append(max(layer.memory.stored for layer in session.cache.compressed_layers))
     )
     try:
         yield held

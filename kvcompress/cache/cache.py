@@ -24,11 +24,12 @@ from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
 from ..scoring.vision import vision_token_ids
 from . import saved
+from .choice import Choice
 from .hiding import Hiding
 from .layer import CompressedLayer, nbytes_of
 from .new_tokens import NewTokens, check_past
 from .other_layers import check_other_layers, layer_names
-from .passes import Waiting
+from .phases import Waiting
 from .scope import evictable
 from .storage.static import StaticStorage
 
@@ -95,23 +96,30 @@ class CompressedCache(DynamicCache):
         self.filled_by = ModelReference()  # the model
         self.rope_deltas: torch.Tensor | None = None  # position offset of its prompts, in a model with M-RoPE
         self.second_pass = None  # the `SecondPass` of the prompt that is passing through the model
-        self.last_position: torch.Tensor | None = None  # of that prompt's last token, if the decoder was told it
+        self.last_position: torch.Tensor | None = None  # of that prompt's last token, if it was passed to the decoder
         self.resumed_at = 0  # columns of the first prompt that were not recomputed
+        check_learned_for(self.policy.cluster, config)
+        self.compressed_layers = self._compress_layers(max_new_tokens)
+        check_calibrated_for(self.policy.cluster, config, len(self.compressed_layers))
+
+    def _compress_layers(self, max_new_tokens: int | None) -> list[CompressedLayer]:
+        """Replace the layers with full attention, and return the new ones.
+
+        Raises KVCompressError if there are none, or if others do not work beside them."""
+        config, tokens = self.config, self.policy.tokens
         # transformers' cache does not distinguish these layers, which hold an image's keys (Llama 3.2 Vision).
         cross_attention = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
-        check_learned_for(self.policy.cluster, config)
         full_attention = [
             layer_idx
             for layer_idx, layer in enumerate(self.layers)
             if type(layer) is DynamicLayer and layer_idx not in cross_attention
         ]
-        tokens = self.policy.tokens
         first_hidden = None if tokens is None else tokens.hides_from(len(self.layers))
         hiding = None if first_hidden is None else Hiding(tokens, first_hidden)
         compressed = len(full_attention)
         for place, layer_idx in enumerate(full_attention):
-            self.layers[layer_idx] = CompressedLayer(layer_idx, place, compressed, self.policy, max_new_tokens, hiding)
-        self.compressed_layers = [self.layers[layer_idx] for layer_idx in full_attention]
+            choice = Choice(self.policy, layer_idx, place, compressed)
+            self.layers[layer_idx] = CompressedLayer(choice, max_new_tokens, hiding)
         others = [layer for layer in self.layers if not isinstance(layer, (CompressedLayer, WITHOUT_KEYS))]
         kinds = {type(layer) for layer in others}
         if not compressed:
@@ -125,7 +133,7 @@ class CompressedCache(DynamicCache):
                 "attention (sliding windows and the like); they keep transformers' own cache, uncompressed"
             )
             check_other_layers(kinds, self.policy, config.model_type)
-        check_calibrated_for(self.policy.cluster, config, compressed)
+        return [self.layers[layer_idx] for layer_idx in full_attention]
 
     def start(
         self,
@@ -157,8 +165,7 @@ class CompressedCache(DynamicCache):
             self._stage, self.is_prompt = "announced", False
             return False
         if not is_first:
-            log, seen = memory.log, memory.seen
-            check_past(attention_mask, columns, seen, [length + seen - log.columns for length in log.lengths])
+            check_past(attention_mask, columns, memory.seen, memory.log.lengths_at(memory.seen))
         tokens = NewTokens.of(
             self.config, self.policy, is_first, batch, columns, input_ids, attention_mask, video_grid_thw, self._decode
         )
@@ -181,14 +188,14 @@ class CompressedCache(DynamicCache):
             layer.rotate(rotary)
 
     def finish(self) -> None:
-        """Finish a prompt: if the layers' budgets depend on all layers, compress them now."""
-        waiting = [layer.waiting for layer in self.compressed_layers if layer.waiting is not None]
-        if waiting:
+        """Finish a prompt: if the choices wait for all layers, make them now."""
+        waiting = [layer.waiting for layer in self.compressed_layers]
+        if waiting[0] is not None:  # then all layers wait
             with own_dtypes(waiting[0].candidates.keys.device):
-                self._finish_waiting(waiting)
+                self._choose(waiting)
         self._count_together()
 
-    def _finish_waiting(self, waiting: list[Waiting]) -> None:
+    def _choose(self, waiting: list[Waiting]) -> None:
         for prompt in waiting:
             if prompt.scores is None:
                 prompt.assess()
@@ -292,7 +299,7 @@ class CompressedCache(DynamicCache):
         with saved.read(path, model) as content:
             cache = cls(model.config, **content.value("asked"))
             content.check(cache.policy)
-            for layer, (state, device) in zip(cache.layers, content.layers("layers"), strict=True):
+            for layer, (state, device) in zip(cache.layers, content.layers(), strict=True):
                 if isinstance(layer, CompressedLayer):
                     layer.restore_state(state, device)
                 else:
@@ -303,7 +310,7 @@ class CompressedCache(DynamicCache):
     def forget_last(self) -> None:
         """Drop the prompt's last token, so that it can be fed again on the compressed cache."""
         for layer in self.compressed_layers:
-            layer.forget_last()
+            layer.memory.forget_last()
         self._count_together()
 
     @contextmanager

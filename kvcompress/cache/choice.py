@@ -21,6 +21,8 @@ from .new_tokens import NewTokens
 from .protected import Protected
 from .scope import Candidates, States, context_of, evictable, fills_all_slots, with_budgets
 
+BLOCK = 128  # queries whose attention is in memory at a time
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -41,20 +43,15 @@ class Choice:
 
     def budgets(self, tokens: NewTokens) -> list[int]:
         """Return the entries to keep of each row's context, per KV head."""
-        policy = self.policy
-        if policy.tokens is not None:
+        budget = self.policy.budget
+        if self.policy.tokens is not None:
             return tokens.context
-        if policy.engine.ratio_of == "prompt":
+        if self.policy.engine.ratio_of == "prompt":
             # A piece of a prompt may be mostly protected; the prompt's own budget was checked (protected.py).
             least = tokens.protected_lengths or [0] * len(tokens.context)
-            return [
-                max(policy.budget(length), some) if length else 0
-                for length, some in zip(tokens.context, least, strict=True)
-            ]
-        return [
-            length - images + (policy.budget(images) if images else 0)
-            for length, images in zip(tokens.context, tokens.vision_lengths, strict=True)
-        ]
+            return [max(budget(length), some) for length, some in zip(tokens.context, least, strict=True)]
+        counts = zip(tokens.context, tokens.vision_lengths, strict=True)
+        return [length - images + budget(images) for length, images in counts]
 
     def view(
         self, tokens: NewTokens, budgets: list[int], states: States, merge_threshold: torch.Tensor | None
@@ -214,14 +211,8 @@ class Choice:
         kept: Kept,
         memory: Memory,
         seen: int,
-        lengths: list[int],
         budgets: list[int],
-        queries: torch.Tensor | None,
-        new: torch.Tensor | None,
-        scaling: float,
-        module: torch.nn.Module,
-        rotary: Rotary | None,
-        held: list[list[int]] | None = None,
+        states: States,
         has_no_pads: bool = False,
         reading: bool = False,
         stays: list[bool] | None = None,
@@ -230,13 +221,13 @@ class Choice:
         """Choose among stored and newer entries.
 
         Args:
-            kept: all of the entries.
+            kept: all of the entries, with `Kept.held` if it is known.
             memory: what lasted since earlier choices.
-            lengths: tokens of each row so far, evicted ones included.
+            seen: columns of the sequence so far.
             budgets: entries to keep, as a mean over the layers.
-            queries: the queries that the cluster scores with.
-            new: the latest queries, which are not in the sums yet.
-            held, has_no_pads: as in `Memory`; without them pads are counted, which waits for the device.
+            states: with all remembered queries, or a chunk's.
+            has_no_pads: as in `Memory`; if it is False and `Kept.held` unknown, pads are counted, which waits for the
+                device.
             reading: as in `StoredEntries`.
             stays: the rows that keep everything, whatever their budget.
             vision: fields of `LayerView` about vision tokens.
@@ -246,7 +237,7 @@ class Choice:
                 sums and, in a later chunk, `Kept.noted`.
         """
         log, (rows, kv_heads, slots) = memory.log, kept.indices.shape
-        padding = None
+        lengths, held, padding = log.lengths_at(seen), kept.held, None
         if held is not None:
             padding = on_device(slots - torch.tensor(held), kept.indices.device)
         elif has_no_pads:
@@ -259,11 +250,11 @@ class Choice:
             self.num_layers,
             lengths,
             budgets,
-            scaling,
+            states.scaling,
             padding=padding,
             row_seeds=log.row_seeds,
-            module=module,
-            rotary=rotary,
+            module=states.module,
+            rotary=states.rotary,
             settings=self.settings,
             stored=StoredEntries(kept.indices, seen, tuple(lengths), reading),
             merge_threshold=memory.merge_threshold,
@@ -274,33 +265,42 @@ class Choice:
         )
         entries = [max(of_heads) for of_heads in held]
         if self.policy.carries_sums:
+            new = states.queries if reading else states.queries[:, :, -memory.decoded :]
             view = replace(view, sums=kept.sums + self._added(new, kept.keys, view))
             kept = replace(kept, sums=view.sums)
         # Layers share a row's budget by its tokens, which are the same for all, not by the entries that each holds.
         own = self._shares(view, log.shares, log.protected)
         budgets = [
-            held if all_stay else min(share, held)
-            for share, held, all_stay in zip(own, entries, stays or [False] * rows, strict=True)
+            most if all_stay else min(share, most)
+            for share, most, all_stay in zip(own, entries, stays or [False] * rows, strict=True)
         ]
         view = replace(view, lengths=entries, budgets=budgets, mean_budgets=tuple(view.budgets))
         if budgets == entries:
-            if view.stored.reading:  # for decoding, even if the last chunk evicts nothing
-                kept = replace(kept, noted=self._note_of_all(kept.keys, kept.values, view))
-            kept = replace(kept, total=kept.indices.numel() if view.padding is None else None, held=held)
-            return kept if kept.sums is None else replace(kept, sums=self.policy.cluster.carried(kept.sums, view))
-        result = self._chosen(queries, kept.keys, kept.values, view)
+            return self._all_of(replace(kept, held=held), view)
+        voters = states.queries
+        if voters is not None and not (reading and self.policy.cluster.unrotated_queries):
+            voters = self.voters(voters)  # of a chunk, statistics of unrotated queries are of all, as in a first chunk
+        result = self._chosen(voters, kept.keys, kept.values, view)
         if fills_all_slots(view):
             return replace(result, indices=kept.indices.gather(2, result.indices), total=result.indices.numel())
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill_(result.indices < 0, -1)
         return replace(result, indices=columns, total=self._total(budgets, held), held=self._left(budgets, held))
 
+    def _all_of(self, kept: Kept, view: LayerView) -> Kept:
+        """Return the result of a choice among stored entries that keeps all of them."""
+        if view.stored.reading:  # for decoding, even if the last chunk evicts nothing
+            kept = replace(kept, noted=self._note_of_all(kept.keys, kept.values, view))
+        sums = None if kept.sums is None else self.policy.cluster.carried(kept.sums, view)
+        return replace(kept, sums=sums, total=kept.indices.numel() if view.padding is None else None)
+
     def decode_budget(self, length: int, log: SequenceLog) -> int:
         """Return the entries per KV head that this layer keeps of `length` tokens while decoding, after the one row's
         prompt in `log`."""
         budget = self.policy.decode(length)
-        view = LayerView(self.place, self.num_layers, [length], [budget], 1.0, settings=self.settings)
-        if log.protected is not None:
-            view = replace(view, protected_lengths=self.protected_lengths(log))
+        protected = self.protected_lengths(log)
+        view = LayerView(
+            self.place, self.num_layers, [length], [budget], 1.0, protected_lengths=protected, settings=self.settings
+        )
         return self._shares(view, log.shares, log.protected)[0]
 
     def protected_lengths(self, log: SequenceLog) -> tuple[int, ...]:
@@ -369,12 +369,12 @@ class Choice:
             columns = columns.masked_fill(pad_columns(view.padding, keys.shape[2]), -1)
         return self.policy.cluster.checked_note(Kept(keys, values, columns), keys, view)
 
-    def _added(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView, block: int = 128) -> torch.Tensor:
-        """Return what the latest queries add to each entry's sum, `block` queries at a time to save memory."""
+    def _added(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
+        """Return what the latest queries add to each entry's sum, a block of queries at a time to save memory."""
         sums = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
-        for start in range(0, queries.shape[2], block):
-            some = queries[:, :, start : start + block]
-            seen = view.stored.seen - queries.shape[2] + start + some.shape[2]
+        seen = view.stored.seen - queries.shape[2]
+        for some in queries.split(BLOCK, dim=2):
+            seen += some.shape[2]
             sums += self.policy.cluster.observe(some, keys, replace(view, stored=replace(view.stored, seen=seen)))
         return sums
 

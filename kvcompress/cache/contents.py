@@ -27,7 +27,7 @@ class Contents:
 
     @classmethod
     def of(cls, cache: CompressedCache) -> "Contents":
-        """Return the present contents; the cache goes on without changing them."""
+        """Return the present contents; the cache continues without changing them."""
         contents = cls(
             [layer.fork() for layer in cache.compressed_layers],
             [layer.keys for layer in cache.compressed_layers],
@@ -37,7 +37,7 @@ class Contents:
         return contents
 
     def restore(self, cache: CompressedCache) -> None:
-        """Let another cache of the same policy go on from these contents, without changing them."""
+        """Let another cache of the same policy continue from these contents, without changing them."""
         for layer, memory, empty in zip(cache.compressed_layers, self.memories, self.empty, strict=True):
             layer.lazy_initialization(empty, empty)
             layer.restore(memory.fork())

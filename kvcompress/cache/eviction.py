@@ -6,51 +6,32 @@ import torch
 
 from ..device import on_device
 from ..scoring.layer_view import Kept
-from ..scoring.rotary import Rotary
 from .choice import Choice
 from .memory import Memory, SequenceLog
 from .protected import Protected
+from .scope import States
 
-LASTING = ("merge_threshold", "noted")  # of a memory, what an eviction leaves for the next
+LASTING = ("merge_threshold", "noted")  # attributes of a memory that an eviction passes on to the next
 
 
-def evict(
-    choice: Choice, memory: Memory, scaling: float, module: torch.nn.Module, rotary: Rotary | None = None
-) -> None:
-    """Reduce the stored entries, decoded ones included, to the decode budget. Arguments as in `States`."""
+def evict(choice: Choice, memory: Memory, states: States) -> None:
+    """Reduce the stored entries, decoded ones included, to the decode budget."""
     queries = torch.cat(memory.latest_queries, dim=2) if memory.latest_queries else None
-    kept, seen = memory.kept(), memory.seen
-    pads = memory.held(), memory.has_no_pads
-    memory.reduce_to(kept, left_of(choice, memory, kept, seen, queries, scaling, module, rotary, *pads), seen)
+    kept, seen = replace(memory.kept(), held=memory.storage.held()), memory.seen
+    left = left_of(choice, memory, kept, seen, replace(states, queries=queries), memory.has_no_pads)
+    memory.reduce_to(kept, left, seen)
     memory.decoded = 0
 
 
-def left_of(
-    choice: Choice,
-    memory: Memory,
-    kept: Kept,
-    seen: int,
-    queries: torch.Tensor | None,
-    scaling: float,
-    module: torch.nn.Module,
-    rotary: Rotary | None,
-    held: list[list[int]] | None,
-    has_no_pads: bool = False,
-) -> Kept:
-    """Return what the decode budget leaves of `kept`, the entries of `seen` tokens, given the remembered `queries`.
-
-    Other arguments as in `Choice.reduce`."""
-    lengths = [length + seen - memory.log.columns for length in memory.log.lengths]
-    voters = new = None
-    if queries is not None:
-        voters, new = choice.voters(queries), queries[:, :, -memory.decoded :]
-    budgets = [choice.policy.decode(length) for length in lengths]
-    rotary = memory.rotary if choice.policy.moves_keys else rotary
-    of_layer = scaling, module, rotary, held
-    return choice.reduce(kept, memory, seen, lengths, budgets, voters, new, *of_layer, has_no_pads=has_no_pads)
+def left_of(choice: Choice, memory: Memory, kept: Kept, seen: int, states: States, has_no_pads: bool = False) -> Kept:
+    """Return what the decode budget leaves of `kept`, the entries of `seen` tokens. Arguments as in `Choice.reduce`."""
+    budgets = [choice.policy.decode(length) for length in memory.log.lengths_at(seen)]
+    if choice.policy.moves_keys:
+        states = replace(states, rotary=memory.rotary)
+    return choice.reduce(kept, memory, seen, budgets, states, has_no_pads)
 
 
-def kind(memory: Memory) -> tuple:
+def batch_key(memory: Memory) -> tuple:
     """Return a key that is equal for memories that can be evicted from together."""
     noted = None if memory.noted is None else memory.noted.shape[1:]
     alone = id(memory) if memory.rotary is not None else None  # prompts have different positions
@@ -58,42 +39,32 @@ def kind(memory: Memory) -> tuple:
 
 
 def evict_together(
-    choice: Choice,
-    memories: list[Memory],
-    seen: list[int],
-    held: Kept,
-    queries: torch.Tensor | None,
-    decoded: int,
-    scaling: float,
-    module: torch.nn.Module,
-    rotary: Rotary | None,
-    counts: list[list[int]] | None = None,
+    choice: Choice, memories: list[Memory], seen: list[int], kept: Kept, states: States, decoded: int
 ) -> Kept:
-    """Return what the decode budget leaves of several sequences, and note in their memories what lasts.
+    """Return what the decode budget leaves of several sequences, and store in their memories what later evictions need.
 
     Args:
         seen: tokens of each sequence.
-        held: one row per sequence, with the sequence's own columns; so is the result.
-        queries: the latest queries of each sequence, (rows, heads, some, head_dim), NaN where there are none.
+        kept: one row per sequence, with the sequence's own columns; so is the result.
+        states: with the latest queries of each sequence, (rows, heads, some, head_dim), NaN where there are none.
         decoded: tokens since the latest eviction.
-        counts: entries of `held`, [row][head].
     """
-    columns, logs, joined = max(seen), [memory.log for memory in memories], Memory(choice.policy, None)
-    shift = on_device([columns - each for each in seen], held.indices.device)[:, None, None]
-    kept = replace(held, indices=torch.where(held.indices < 0, -1, held.indices + shift))
-    joined.decoded, joined.rotary = decoded, memories[0].rotary
-    joined.log = SequenceLog(columns, list(seen), row_seeds=tuple(log.row_seeds[0] for log in logs))
+    columns, logs, batch = max(seen), [memory.log for memory in memories], Memory(choice.policy, None)
+    shift = on_device([columns - each for each in seen], kept.indices.device)[:, None, None]
+    aligned = replace(kept, indices=torch.where(kept.indices < 0, -1, kept.indices + shift))
+    batch.decoded, batch.rotary = decoded, memories[0].rotary
+    batch.log = SequenceLog(columns, list(seen), row_seeds=tuple(log.row_seeds[0] for log in logs))
     if logs[0].shares is not None:
-        joined.log.shares = [[log.shares[layer][0] for log in logs] for layer in range(len(logs[0].shares))]
+        batch.log.shares = [[log.shares[layer][0] for log in logs] for layer in range(len(logs[0].shares))]
     if logs[0].protected is not None:
-        joined.log.protected = Protected.joined([log.protected for log in logs], seen)
-        joined.log.prompt_entries = [log.held_of_prompt()[0] for log in logs]
+        batch.log.protected = Protected.joined([log.protected for log in logs], seen)
+        batch.log.prompt_entries = [log.held_of_prompt()[0] for log in logs]
     for name in LASTING:
         if getattr(memories[0], name) is not None:
-            setattr(joined, name, torch.cat([getattr(memory, name) for memory in memories]))
-    left = left_of(choice, joined, kept, columns, queries, scaling, module, rotary, held=counts)
-    if left.indices is kept.indices:  # nothing was evicted
-        return held if left.sums is None else replace(held, sums=left.sums)
+            setattr(batch, name, torch.cat([getattr(memory, name) for memory in memories]))
+    left = left_of(choice, batch, aligned, columns, states)
+    if left.indices is aligned.indices:  # nothing was evicted
+        return kept if left.sums is None else replace(kept, sums=left.sums)
     for row, memory in enumerate(memories):
         for name in LASTING:
             value = getattr(left, name)

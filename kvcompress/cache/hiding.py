@@ -26,7 +26,7 @@ class Hiding:
         self._method, self.first_layer = method, first_layer
         self.hidden: torch.Tensor | None = None
 
-    def look(
+    def choose(
         self, memory: Memory, entries: Callable[[], Kept], seen: int, queries: torch.Tensor, scaling: float
     ) -> None:
         """Choose the hidden tokens from the queries (batch, heads, 1, head_dim) of the layer before, which holds these

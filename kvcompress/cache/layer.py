@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,14 +11,13 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..device import own_dtypes
 from ..errors import KVCompressError
-from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
-from .answer_pass import AnswerPass
+from .answering import Answering
 from .choice import Choice
 from .hiding import Hiding
 from .memory import Memory
 from .new_tokens import NewTokens
-from .passes import Decoding, LaterChunk, Pass, Prefill, Rereading, Waiting
+from .phases import Decoding, LaterChunk, Phase, Prefill, Rereading, Waiting
 from .resumed import Beginning, ResumedPrefill
 from .scope import States
 from .storage.base import Storage
@@ -37,7 +37,7 @@ class LayerKeys(torch.Tensor):
 
     Attributes:
         is_first_prompt, in_place: the layer's `is_first_prompt` and `decodes_in_place` in this pass.
-        mask: the mask that the layer attended under, see `Pass.mask`; None if one of the two is True.
+        mask: the mask that the layer attended under, see `Phase.mask`; None if one of the two is True.
         is_used: whether the layer has attended to them.
     """
 
@@ -49,7 +49,7 @@ class LayerKeys(torch.Tensor):
     is_used: bool
 
     def use(self) -> None:
-        """Note that their layer attends to them. Raises KVCompressError the second time."""
+        """Mark them as attended to by their layer. Raises KVCompressError the second time."""
         if self.is_used:
             raise KVCompressError(
                 f"a {type(self.kv_layer.module).__name__} attends twice with the same keys, but compression works for "
@@ -69,7 +69,7 @@ class LayerKeys(torch.Tensor):
         )
 
 
-def on_their_way(keys: torch.Tensor, layer: CacheLayerMixin) -> torch.Tensor:
+def wrap_keys(keys: torch.Tensor, layer: CacheLayerMixin) -> torch.Tensor:
     """Wrap keys for our attention function, which finds their layer as `kv_layer`."""
     if torch.compiler.is_compiling():  # a tensor subclass would break the graph
         keys = keys.view_as(keys)
@@ -95,7 +95,7 @@ class CompressedLayer(CacheLayerMixin):
     """One layer: the cluster chooses entries of each prompt, which are stored, and decoded tokens are appended.
 
     A pass has two steps. `update` takes the new states and returns everything to attend to; after the attention,
-    `after_attention` compresses and stores. Both depend on the kind of the current pass, see passes.py.
+    `after_attention` compresses and stores. Both depend on the layer's phase, see phases.py.
 
     Attributes:
         scaling, module: the factor of q·k and the attention module of the latest prompt's pass.
@@ -103,21 +103,11 @@ class CompressedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(
-        self,
-        layer_idx: int,
-        place: int,
-        num_layers: int,
-        policy: Policy,
-        room: int | None,
-        hiding: Hiding | None = None,
-    ):
-        """`layer_idx` is the model's index, `place` the index among the `num_layers` compressed layers; `hiding` is
-        shared by all layers of the cache."""
+    def __init__(self, choice: Choice, room: int | None, hiding: Hiding | None = None):
+        """`room` is the number of new tokens to allocate room for; `hiding` is shared by all layers of the cache."""
         super().__init__()
-        self.hiding = hiding
-        self.layer_idx, self.policy, self._room = layer_idx, policy, room
-        self.choice = Choice(policy, layer_idx, place, num_layers)
+        self.choice, self._room, self.hiding = choice, room, hiding
+        self.layer_idx, self.policy = choice.layer_idx, choice.policy
         self._listeners: OrderedDict[int, Listener] = OrderedDict()
         self.scaling: float | None = None
         self.module: torch.nn.Module | None = None
@@ -147,19 +137,9 @@ class CompressedLayer(CacheLayerMixin):
         return int(self.get_seq_length())
 
     @property
-    def stored(self) -> int:
-        """Number of slots in use in the row and head that keeps most."""
-        return self.memory.stored
-
-    @property
-    def staged(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values of the prompt being processed."""
-        return self._pass.staged
-
-    @property
     def waiting(self) -> Waiting | None:
         """The prompt whose choice waits for the other layers."""
-        return self._pass if isinstance(self._pass, Waiting) else None
+        return self._phase if isinstance(self._phase, Waiting) else None
 
     def kept_columns(self) -> torch.Tensor:
         """Return the stored columns of the sequence, see `Storage.columns`."""
@@ -171,37 +151,34 @@ class CompressedLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         return self.memory.nbytes
 
-    # -- the kind of pass
+    # -- phases
 
     def begin(self, tokens: NewTokens) -> None:
         """Prepare for a forward pass over `tokens`, which will be compressed."""
         is_later_chunk = self.policy.engine.prefill_chunk is not None and self.storage is not None
         kind = LaterChunk if is_later_chunk else Prefill
-        self._pass: Pass = kind(self.choice, self.memory, tokens, self._decoding)
+        self._phase: Phase = kind(self.choice, self.memory, tokens, self._decoding)
 
     def resume(self, tokens: NewTokens, known: int, beginning: Beginning) -> None:
         """Like `begin`, for a first prompt whose first `known` columns do not pass through the model."""
-        self._pass = ResumedPrefill(self.choice, self.memory, tokens, self._decoding, known, beginning)
+        self._phase = ResumedPrefill(self.choice, self.memory, tokens, self._decoding, known, beginning)
 
     def read_again(self, columns: torch.Tensor, missing: torch.Tensor, sinks: int) -> None:
         """Prepare for reading columns of the waiting prompt again; arguments as in `Rereading`."""
-        self._pass = Rereading(self.waiting, columns, missing, sinks)
+        self._phase = Rereading(self.waiting, columns, missing, sinks)
 
-    def begin_answer(self) -> None:
-        """Prepare for an answer to the waiting prompt, token by token."""
-        self._pass = AnswerPass(self.waiting)
-
-    def next_answer_token(self, pads: torch.Tensor) -> None:
-        """Prepare for the next token of the answer; `pads` as in `AnswerPass`."""
-        self._pass.pads = pads
+    def begin_answer(self) -> Answering:
+        """Prepare for an answer to the waiting prompt, and return its phase."""
+        self._phase = Answering(self.waiting)
+        return self._phase
 
     def end_answer(self) -> None:
         """Finish the answer."""
-        self._pass = self._pass.finish()
+        self._phase = self._phase.finish()
 
     def finish(self, budgets: list[list[int]]) -> None:
         """Make the choice that waited for all layers. `budgets` holds the evictable entries to keep, [layer][row]."""
-        self._pass = self.waiting.finish(budgets)
+        self._phase = self.waiting.finish(budgets)
 
     def rotate(self, rotary: Rotary) -> None:
         """Set the rotation of the pass's queries, for a method that undoes it."""
@@ -233,7 +210,7 @@ class CompressedLayer(CacheLayerMixin):
     def get_seq_length(self) -> int | torch.Tensor:
         """Return the number of tokens seen; with static shapes a tensor () on the device, so that no step waits for
         it."""
-        length = self._pass.length
+        length = self._phase.length
         return length.squeeze() if isinstance(length, torch.Tensor) else length
 
     def get_max_length(self) -> int:
@@ -244,14 +221,14 @@ class CompressedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.memory.has_fixed_shapes:  # only used for the padding of a second prompt
             return query_length, 0 if query_length == 1 else self.seen
-        return self.stored + query_length, self.seen - self.stored
+        return self.memory.stored + query_length, self.seen - self.memory.stored
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Take new states (batch, kv_heads, new, head_dim); return the keys and values to attend to."""
-        keys, values = self._pass.update(key_states, value_states)
+        keys, values = self._phase.update(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        return on_their_way(keys, self), values
+        return wrap_keys(keys, self), values
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -275,7 +252,7 @@ class CompressedLayer(CacheLayerMixin):
     def restore(self, memory: Memory) -> None:
         """Replace the contents."""
         self.memory = memory
-        self._decoding = self._pass = Decoding(self.choice, memory, self.layer_idx, self.hiding)
+        self._decoding = self._phase = Decoding(self.choice, memory, self.hiding)
 
     def state(self) -> dict[str, object]:
         """Return the contents for saving to a file."""
@@ -287,16 +264,12 @@ class CompressedLayer(CacheLayerMixin):
         self.lazy_initialization(nothing, nothing)
         self.restore(Memory.of_state(self.policy, self._room, state["memory"]))
 
-    def forget_last(self) -> None:
-        """Drop the last token of the prompt just compressed, so that it can be fed again."""
-        self.memory.forget_last()
-
     # -- for the attention function
 
     @property
     def is_first_prompt(self) -> bool:
         """Whether a prompt is being processed on an empty cache, so that the model's own mask is right."""
-        return self._pass.is_first_prompt
+        return self._phase.is_first_prompt
 
     @property
     def is_whole(self) -> bool:
@@ -306,21 +279,21 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def wants_sums(self) -> bool:
         """Whether this pass needs the column sums of its attention."""
-        return self._pass.wants_sums
+        return self._phase.wants_sums
 
     @property
     def decodes_in_place(self) -> bool:
         """Whether this is a decode step over entries that can be attended to in place."""
-        return self._pass is self._decoding and self.storage.decodes_in_place and self._decoding.hidden is None
+        return self._phase is self._decoding and self.storage.decodes_in_place and self._decoding.hidden is None
 
     @property
     def has_fixed_shapes(self) -> bool:
         """Whether this is a decode step that is the same graph each time."""
-        return self._pass is self._decoding and self.storage.has_fixed_shapes
+        return self._phase is self._decoding and self.storage.has_fixed_shapes
 
     def mask(self, query_length: int) -> torch.Tensor | None:
-        """See `Pass.mask`."""
-        return self._pass.mask(query_length)
+        """See `Phase.mask`."""
+        return self._phase.mask(query_length)
 
     @torch.no_grad()
     def after_attention(self, queries: torch.Tensor, scaling: float, module: torch.nn.Module) -> None:
@@ -328,21 +301,23 @@ class CompressedLayer(CacheLayerMixin):
 
         `queries` are (batch, heads, new, head_dim), and `module` is the model's attention module."""
         rotary, self._rotary = self._rotary, None
-        if self.staged is not None:
-            queries = self._pass.all_queries(queries)
-            self.memory.look_at(queries, self.staged[0].shape[1], self._pass.tokens)
-        scored = queries
-        if self.policy.cluster.reads_hidden and (self._pass is not self._decoding or self.policy.decode is not None):
-            scored, self._features = self.choice.known_features(self._features), None
         if rotary is not None:  # it is on the first layer's device
             rotary = rotary.to(queries.device)
+        states = States(queries, scaling, module, rotary)
+        if self._phase.staged is not None:
+            keys, values = self._phase.staged
+            states = replace(states, queries=self._phase.all_queries(queries), keys=keys, values=values)
+            self.memory.record_query_power(states.queries, keys.shape[1], self._phase.tokens)
+            self.scaling, self.module = scaling, module
+        scored = states
+        if self.policy.cluster.reads_hidden and (self._phase is not self._decoding or self.policy.decode is not None):
+            scored = replace(states, queries=self.choice.known_features(self._features))
+            self._features = None
 
         def compress() -> None:
-            self._pass = self._pass.after_attention(scored, scaling, module, rotary)
+            self._phase = self._phase.after_attention(scored)
 
-        if self.staged is not None:
-            self.scaling, self.module = scaling, module
-            states = States(queries, *self.staged, scaling, module, rotary)
+        if states.keys is not None:
             for listener in self._listeners.values():
                 compress = partial(listener, states, compress)
         with own_dtypes(queries.device):

@@ -61,6 +61,10 @@ class SequenceLog:
         self.columns = first + tokens.columns
         self.row_seeds = tokens.row_seeds
 
+    def lengths_at(self, seen: int) -> list[int]:
+        """Return the real tokens of each row among `seen` columns, decoded ones included."""
+        return [length + seen - self.columns for length in self.lengths]
+
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order."""
         order = rows.tolist()
@@ -152,10 +156,6 @@ class Memory:
     def has_fixed_shapes(self) -> bool:
         return self.storage is not None and self.storage.has_fixed_shapes
 
-    def held(self) -> list[list[int]] | None:
-        """Return the slots in use of `kept()`, [row][head], if the host knows them."""
-        return self.storage.held()
-
     def kept(self) -> Kept:
         """Return all stored entries with their sums, which are 0 for tokens appended since."""
         kept = self.storage.kept(self.seen)
@@ -174,20 +174,20 @@ class Memory:
 
     # -- a prompt
 
-    def look_at(self, queries: torch.Tensor, kv_heads: int, tokens: NewTokens) -> None:
+    def record_query_power(self, queries: torch.Tensor, kv_heads: int, tokens: NewTokens) -> None:
         """Record the queries (batch, heads, new, head_dim) of a first prompt, by which channels are chosen."""
         if self._policy.engine.cache_implementation == "think" and self.storage is None:
             self.query_power = query_power(queries, kv_heads, tokens.padding)
 
     def begin(self, tokens: NewTokens) -> None:
-        """Start a new prompt, after its attention: what was kept for evictions from the previous answer is dropped."""
+        """Start a new prompt, after its attention, and drop what evictions from the previous answer needed."""
         self.log.vision = tokens.seen_vision
         self.log.has_vision = self.log.has_vision or any(tokens.vision_lengths)
         if tokens.lasting is not None:
             self.log.protected = tokens.lasting.after(self.log.protected, self.seen)
         self.decoded, self.latest_queries, self.attended = 0, [], None
 
-    def settle(self, tokens: NewTokens, kept: Kept) -> None:
+    def append_prompt(self, tokens: NewTokens, kept: Kept) -> None:
         """Append the kept entries of a prompt to the stored ones. `kept.indices` are columns of that prompt."""
         first = self.seen
         self.merge_threshold, self.noted = kept.merge_threshold, kept.noted
@@ -204,9 +204,9 @@ class Memory:
             return
         if self.storage is not None:
             kept = right_aligned(joined(self.kept(), kept))
-        self.put(kept, first + tokens.columns)
+        self.replace_entries(kept, first + tokens.columns)
 
-    def settle_whole(
+    def append_whole_prompt(
         self, tokens: NewTokens, keys: torch.Tensor, values: torch.Tensor, sums: torch.Tensor | None
     ) -> None:
         """Append a whole prompt to the stored entries. Pads stay, so that all shapes equal those of transformers' own
@@ -228,7 +228,7 @@ class Memory:
 
     # -- an eviction
 
-    def put(self, kept: Kept, seen: int) -> None:
+    def replace_entries(self, kept: Kept, seen: int) -> None:
         """Replace the stored entries; `seen` is the number of tokens so far. Slots that no row and head uses are
         dropped."""
         self._store(kept.keys, kept.values, kept.indices, None, kept.total)
@@ -241,7 +241,7 @@ class Memory:
             self.sums = reduced.sums
             return
         self.merge_threshold, self.noted = reduced.merge_threshold, reduced.noted
-        self.put(reduced, seen)
+        self.replace_entries(reduced, seen)
 
     def remember(self, queries: torch.Tensor | None) -> None:
         """Record the latest queries, see `Choice.latest`."""
@@ -265,7 +265,7 @@ class Memory:
         else:
             kept = self.kept()
             last = kept.indices == seen - 1
-            self.put(right_aligned(replace(kept, indices=kept.indices.masked_fill(last, -1))), seen - 1)
+            self.replace_entries(right_aligned(replace(kept, indices=kept.indices.masked_fill(last, -1))), seen - 1)
         # The token that is fed again is stored in every head, whether the cluster had kept it or not.
         self.log.kept, self.log.prompt_entries = self.log.kept + 1 - last.any(2).float().mean(1), None
         self.latest_queries = [queries[:, :, :-1] for queries in self.latest_queries]

@@ -110,7 +110,7 @@ class PrefixTree:
         if path.of_last < parent.tokens:
             self._split(parent, path.of_last)
         per_token = sum(part.nbytes // part.shape[-2] for part in [*given, *computed])
-        self._make_room(per_token * behind, path)
+        self._make_room(per_token * behind, path.nodes)
         behind = min(behind, (self.room - self.nbytes) // per_token)
         if behind <= 0:
             return
@@ -123,9 +123,9 @@ class PrefixTree:
         self.nbytes += node.nbytes
 
     def shrink(self, room: int) -> None:
-        """Change the most bytes; what was used least recently leaves."""
+        """Set the size in bytes, and drop the least recently used nodes that no longer fit."""
         self.room = room
-        self._make_room(0, Path((), 0, ()))
+        self._make_room(0)
 
     def clear(self) -> None:
         self._roots.clear()
@@ -150,16 +150,17 @@ class PrefixTree:
         node.children = {_first(rest.given): rest}
         self.nbytes += node.nbytes + rest.nbytes - before
 
-    def _make_room(self, nbytes: int, path: Path) -> None:
+    def _make_room(self, nbytes: int, spared: tuple[Node, ...] = ()) -> None:
+        """Drop the least recently used nodes, except those `spared`, until there is room for `nbytes` more."""
         if self.nbytes + nbytes <= self.room:
             return
-        leaves = {node for node in self._nodes() if not node.children} - set(path.nodes)
+        leaves = {node for node in self._nodes() if not node.children} - set(spared)
         while leaves and self.nbytes + nbytes > self.room:
             leaf = min(leaves, key=lambda node: node.used)
             leaves.remove(leaf)
             self.nbytes -= leaf.nbytes
             del leaf.parent.children[_first(leaf.given)]
-            if not leaf.parent.children and leaf.parent.parent is not None and leaf.parent not in path.nodes:
+            if not leaf.parent.children and leaf.parent.parent is not None and leaf.parent not in spared:
                 leaves.add(leaf.parent)
 
     def _nodes(self) -> Iterator[Node]:

@@ -102,10 +102,7 @@ def protected_tokens(
     protected = on_device(mask, device)
     lasting = Protected(protected, counts, counts)
     if spans.whole_prompt:
-        kept = [
-            length - scored + (policy.budget(scored) if scored else 0)
-            for length, scored in zip(lengths, context, strict=True)
-        ]
+        kept = [length - scored + policy.budget(scored) for length, scored in zip(lengths, context, strict=True)]
         lasting = Protected(on_device(places >= begins, device), lengths, kept)
     if policy.decode is not None:
         for row, (length, entries) in enumerate(zip(lengths, lasting.entries, strict=True)):

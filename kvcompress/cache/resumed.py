@@ -7,7 +7,7 @@ import torch
 from .choice import Choice
 from .memory import Memory
 from .new_tokens import NewTokens
-from .passes import Decoding, KeysAndValues, Prefill, causal
+from .phases import Decoding, KeysAndValues, Prefill, causal
 
 # Queries (batch, heads, columns, head_dim), keys and values (batch, kv_heads, columns, head_dim) of a prompt's first
 # columns; created when a layer is reached, so that memory holds one layer's. Queries are None before a prompt's last
@@ -31,7 +31,7 @@ class ResumedPrefill(Prefill):
 
     @property
     def length(self) -> int:
-        return self._known if self._staged is None else self.tokens.columns
+        return self._known if self.staged is None else self.tokens.columns
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
         if not self._known:
@@ -41,7 +41,7 @@ class ResumedPrefill(Prefill):
         return super().update(torch.cat([known_keys, keys], dim=2), torch.cat([known_values, values], dim=2))
 
     def mask(self, query_length: int) -> torch.Tensor:
-        columns, device = self.tokens.columns, self._staged[0].device
+        columns, device = self.tokens.columns, self.staged[0].device
         return causal(query_length, columns, self.tokens.pads(columns, device), device)[:, None]
 
     def all_queries(self, queries: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,7 @@ def write(path: str | Path, model: PreTrainedModel, policy: Policy, content: dic
 
 
 @contextmanager
-def read(path: str | Path, model: PreTrainedModel) -> Iterator["Content"]:
+def read(path: str | Path, model: PreTrainedModel) -> Iterator["Reader"]:
     """Context manager that reads a cache saved for the model.
 
     Any error, also inside the context, becomes a KVCompressError of one line that names the file."""
@@ -79,40 +79,13 @@ def read(path: str | Path, model: PreTrainedModel) -> Iterator["Content"]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             document = _document(file.metadata(), tensors)
             _check_origin(document, model)
-            yield Content(document, tensors, model)
+            yield Reader(document, tensors, model)
     except KVCompressError as error:
         raise KVCompressError(f"{shown(str(path))}: {error}") from None
     except (OSError, SafetensorError) as error:
         raise KVCompressError(f"{shown(str(path))} cannot be read as a saved cache: {_message(error)}") from None
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise KVCompressError(f"{shown(str(path))} is not a valid saved cache: {_message(error)}") from None
-
-
-class Content:
-    """The contents of a file, for the model that it is loaded for."""
-
-    def __init__(self, document: dict[str, Any], tensors: dict[str, torch.Tensor], model: PreTrainedModel):
-        self._document, self._reader = document, _Reader(tensors)
-        self._device, self._devices = device_of(model), _layer_devices(model)
-
-    def value(self, name: str) -> Any:
-        """Return a saved value, with its tensors on the model's device."""
-        return self._reader.value(self._document["content"][name], self._device)
-
-    def layers(self, name: str) -> list[tuple[dict[str, object], torch.device]]:
-        """Return a saved list with one value per layer of the model: pairs of the value, on its layer's device, and the
-        device."""
-        devices = [
-            self._devices.get(layer_idx, self._device) for layer_idx in range(len(self._document["content"][name]))
-        ]
-        trees = zip(self._document["content"][name], devices, strict=True)
-        return [(self._reader.value(tree, device), device) for tree, device in trees]
-
-    def check(self, policy: Policy) -> None:
-        """Raise KVCompressError unless the saved cache had this policy."""
-        written = self._reader.value(self._document["policy"], CPU)
-        if differing := differences(written, in_force(policy)):
-            raise KVCompressError(f"it was compressed with options that have another meaning here: {differing}")
 
 
 def in_force(policy: Policy) -> dict[str, object]:
@@ -216,17 +189,34 @@ class _Writer:
         return self._names[id(tensor)][0]
 
 
-class _Reader:
-    """Converts trees back to values."""
+class Reader:
+    """The contents of a file, for the model that it is loaded for."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]):
-        self._tensors = tensors
+    def __init__(self, document: dict[str, Any], tensors: dict[str, torch.Tensor], model: PreTrainedModel):
+        self._document, self._tensors = document, tensors
+        self._device, self._devices = device_of(model), _layer_devices(model)
         self._made: dict[tuple[str, torch.device], torch.Tensor] = {}
 
-    def value(self, tree: Any, device: torch.device) -> Any:
+    def value(self, name: str) -> Any:
+        """Return a saved value, with its tensors on the model's device."""
+        return self._value(self._document["content"][name], self._device)
+
+    def layers(self) -> Iterator[tuple[dict[str, object], torch.device]]:
+        """Yield the state of each layer of the model, on its device, and the device."""
+        for layer_idx, tree in enumerate(self._document["content"]["layers"]):
+            device = self._devices.get(layer_idx, self._device)
+            yield self._value(tree, device), device
+
+    def check(self, policy: Policy) -> None:
+        """Raise KVCompressError unless the saved cache had this policy."""
+        written = self._value(self._document["policy"], CPU)
+        if differing := differences(written, in_force(policy)):
+            raise KVCompressError(f"it was compressed with options that have another meaning here: {differing}")
+
+    def _value(self, tree: Any, device: torch.device) -> Any:
         """Return the value of a tree, with new tensors on the device."""
         if isinstance(tree, list):
-            return [self.value(each, device) for each in tree]
+            return [self._value(each, device) for each in tree]
         if not isinstance(tree, dict):
             return tree
         ((tag, content),) = tree.items()
@@ -234,9 +224,9 @@ class _Reader:
             case "size":
                 return torch.Size(content)
             case "tuple":
-                return tuple(self.value(content, device))
+                return tuple(self._value(content, device))
             case "dict":
-                return {key: self.value(each, device) for key, each in content}
+                return {key: self._value(each, device) for key, each in content}
             case "tensor":
                 return self._tensor(content, device)
             case "dtype":
@@ -246,11 +236,11 @@ class _Reader:
         name, state = content
         kind = KINDS[name]
         if is_dataclass(kind):
-            return kind(**self.value(state, device))
+            return kind(**self._value(state, device))
         if kind is OffloadedStorage:
             inner, tail = state["dict"]
-            return kind.of_state(dict(inner=self.value(inner[1], CPU), tail=self.value(tail[1], device)), device)
-        return kind.of_state(self.value(state, device), device)
+            return kind.of_state(dict(inner=self._value(inner[1], CPU), tail=self._value(tail[1], device)), device)
+        return kind.of_state(self._value(state, device), device)
 
     def _tensor(self, name: str, device: torch.device) -> torch.Tensor:
         if (name, device) not in self._made:

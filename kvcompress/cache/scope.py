@@ -16,19 +16,19 @@ class States:
     """The inputs of one layer's attention in a forward pass.
 
     Attributes:
-        queries: (batch, heads, new, head_dim), rotated.
-        keys, values: (batch, kv_heads, new, head_dim), of the new tokens alone.
+        queries: (batch, heads, new, head_dim), rotated; while decoding evicts, the remembered ones or None.
         scaling: factor of q·k before the softmax.
         module: the model's attention module.
         rotary: the rotation of the pass's queries, if the method wants them unrotated.
+        keys, values: (batch, kv_heads, new, head_dim), of a prompt's new tokens alone; None in other passes.
     """
 
-    queries: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
+    queries: torch.Tensor | None
     scaling: float
     module: torch.nn.Module
     rotary: Rotary | None = None
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
 
 
 @dataclass
@@ -60,8 +60,8 @@ class Candidates:
         whole = right_aligned(joined(replace(kept, indices=indices), self.question))
         sums = whole.sums
         if self.sums is not None:  # a row without a question has chosen by all of its queries
-            asks = (self.question.indices >= 0).any(-1, keepdim=True)
-            sums = torch.where(asks, self.with_sums(whole).sums, sums)
+            has_question = (self.question.indices >= 0).any(-1, keepdim=True)
+            sums = torch.where(has_question, self.with_sums(whole).sums, sums)
         return replace(whole, sums=sums, merge_threshold=kept.merge_threshold, noted=kept.noted)
 
     def with_sums(self, kept: Kept) -> Kept:
@@ -89,7 +89,8 @@ def context_of(states: States, view: LayerView, context: list[int]) -> Candidate
         first = columns - view.lengths[0]
         taken = [each[:, :, first : first + width] for each in whole]
     else:
-        taken = [_columns_of(each, source) for each in whole]
+        rows = source[:, None, :, None]
+        taken = [each.gather(2, rows.expand(-1, each.shape[1], -1, each.shape[3])) for each in whole]
     masks = {
         name: None if mask is None else mask.gather(1, source)
         for name, mask in (("vision", view.vision), ("protected", view.protected), ("groups", view.groups))
@@ -121,19 +122,17 @@ def with_budgets(view: LayerView, budgets: list[int]) -> LayerView:
     return replace(view, budgets=own, mean_budgets=tuple(view.budgets))
 
 
-def joined(*parts: Kept) -> Kept:
-    """Concatenate the slots of the parts."""
-    sums = [part.sums for part in parts]
-    if any(of_part is not None for of_part in sums):
-        sums = [
-            torch.zeros_like(part.indices, dtype=torch.float32) if of_part is None else of_part
-            for part, of_part in zip(parts, sums, strict=True)
-        ]
+def joined(one: Kept, other: Kept) -> Kept:
+    """Concatenate the slots of both. If only one has sums, those of the other are 0."""
+    if one.sums is None and other.sums is not None:
+        one = replace(one, sums=torch.zeros_like(one.indices, dtype=torch.float32))
+    if other.sums is None and one.sums is not None:
+        other = replace(other, sums=torch.zeros_like(other.indices, dtype=torch.float32))
     return Kept(
-        torch.cat([part.keys for part in parts], dim=2),
-        torch.cat([part.values for part in parts], dim=2),
-        torch.cat([part.indices for part in parts], dim=2),
-        None if sums[0] is None else torch.cat(sums, dim=2),
+        torch.cat([one.keys, other.keys], dim=2),
+        torch.cat([one.values, other.values], dim=2),
+        torch.cat([one.indices, other.indices], dim=2),
+        None if one.sums is None else torch.cat([one.sums, other.sums], dim=2),
     )
 
 
@@ -147,8 +146,3 @@ def right_aligned(kept: Kept) -> Kept:
         kept.indices.gather(2, order),
         None if kept.sums is None else kept.sums.gather(2, order),
     )
-
-
-def _columns_of(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return the given columns (batch, width) of each row of the states: (batch, heads, width, head_dim)."""
-    return states.gather(2, columns[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))

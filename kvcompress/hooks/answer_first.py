@@ -40,9 +40,6 @@ def answer_first(
 
     `inputs` and `logits` (batch, columns, vocabulary) are those of the prompt's forward pass.
     """
-    waiting = [layer for layer in cache.compressed_layers if layer.waiting is not None]
-    if not waiting:
-        return
     head = model.get_output_embeddings()
     ends = model.generation_config.eos_token_id
     device = inputs.embeddings.device  # on a model on several devices, logits are on another
@@ -50,24 +47,20 @@ def answer_first(
     seen, tokens = cache.seen_tokens, logits[:, -1:].argmax(-1).to(device)
     over = torch.zeros_like(tokens, dtype=torch.bool)
     pads = over[:, :0]
-    for layer in waiting:
-        layer.begin_answer()
+    answers = [layer.begin_answer() for layer in cache.compressed_layers]
     with cache.other_layers_unchanged():
         for _ in range(cache.policy.cluster.answer_tokens):
             over = over | torch.isin(tokens, ends)
             if over.all():
                 break
             pads = torch.cat([pads, over], dim=1)
-            for layer in waiting:
-                layer.next_answer_token(pads.to(layer.device))
+            for answer in answers:
+                answer.pads = pads.to(answer.pads.device)
             embeddings, by_layer = embedded(decoder, tokens)
             fed = {"inputs_embeds": embeddings} | ({} if by_layer is None else {"per_layer_inputs": by_layer})
             output = decoder(
-                **fed,
-                position_ids=inputs.following(seen, pads)[..., -1:],
-                use_cache=True,
-                **{CACHE: cache},
+                **fed, position_ids=inputs.following(seen, pads)[..., -1:], use_cache=True, **{CACHE: cache}
             )
             tokens = head(output.last_hidden_state[:, -1:]).argmax(-1).to(device)
-    for layer in waiting:
+    for layer in cache.compressed_layers:
         layer.end_answer()

@@ -48,8 +48,9 @@ def register_attention(base: str) -> str:
 
 
 def prompt_mask(base_mask: Callable, batch_size, q_length, kv_length, q_offset=0, local_size=None, **kwargs):
-    """Return the base's mask for a prefill, otherwise None, as the layer then builds it (sliding layers keep the
-    base's), except of a later prompt that is not simply causal."""
+    """Return the base's mask for a prefill and for layers with sliding windows.
+
+    Return None for decode steps and for later prompts that are simply causal, since the layer then builds the mask."""
     # With static shapes the offset is on the device; one query then is a decode step.
     is_later = q_length == 1 if isinstance(q_offset, torch.Tensor) else q_offset > 0
     if local_size is None and is_later and (q_length == 1 or kwargs.get("allow_is_causal_skip", True)):
@@ -71,11 +72,10 @@ def compressed_attention(
 
     `query` is (batch, heads, queries, head_dim), `key` and `value` are (batch, kv_heads, keys, head_dim). Returns the
     output (batch, queries, heads, head_dim), and weights or None."""
-    attend = base_attention(base, module)
     layer = getattr(key, "kv_layer", None)
     if layer is None:  # a layer that keeps transformers' own storage
         check_came_through(module)
-        return attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return run_base(base, module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4 and attention_mask.shape[1] > 1:
         raise KVCompressError(
             f"a {type(module).__name__} masks each head differently, and compression follows masks for all heads alike"
@@ -83,18 +83,18 @@ def compressed_attention(
     given, key = key, key.plain if isinstance(key, LayerKeys) else key
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if getattr(module, "layer_idx", layer.layer_idx) != layer.layer_idx:
-        return attend_to_others(base, attend, module, query, given, value, attention_mask, scaling=scaling, **kwargs)
+        return attend_to_others(base, module, query, given, value, attention_mask, scaling=scaling, **kwargs)
     if isinstance(given, LayerKeys):
         given.use()
     if not layer.is_first_prompt:
-        kept = layer, given, attention_mask
-        result = attend_to_kept(base, attend, module, query, key, value, *kept, scaling=scaling, **kwargs)
+        kwargs["scaling"] = scaling
+        result = attend_to_kept(base, module, query, key, value, layer, given, attention_mask, **kwargs)
     elif layer.wants_sums and can_compute_sums(base, module, query, attention_mask, kwargs):
         output, sums = attention_with_sums(query, key, value, scaling)
         query.column_sums = Noted(key, scaling, sums)
         result = output, None
     else:
-        result = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        result = run_base(base, module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     layer.after_attention(query, scaling, module)
     return result
 
@@ -129,7 +129,7 @@ def can_compute_sums(base: str, module: torch.nn.Module, query, mask, kwargs: di
     return is_plain and query.device.type == "cpu" and query.dtype == torch.float32 and not query.requires_grad
 
 
-def attend_to_others(base: str, attend: Callable, module: torch.nn.Module, query, given, value, mask, **kwargs):
+def attend_to_others(base: str, module: torch.nn.Module, query, given, value, mask, **kwargs):
     """Run the base implementation in a layer without its own keys, which gets those of an earlier layer in `given`.
 
     A model may leave out queries of a prompt whose outputs are not needed. `mask` is the model's; other arguments are
@@ -141,17 +141,15 @@ def attend_to_others(base: str, attend: Callable, module: torch.nn.Module, query
         if mask is None and 1 < queries < key.shape[2]:
             mask = torch.ones(queries, key.shape[2], dtype=torch.bool, device=key.device)
             mask = base_mask_format(base, mask.tril(key.shape[2] - queries)[None, None], query.dtype)
-        return attend(module, query, key, value, mask, **kwargs)
+        return run_base(base, module, query, key, value, mask, **kwargs)
     if given.in_place:  # over the entries now stored
-        return attend_to_kept(base, attend, module, query, key, value, given.kv_layer, given, None, **kwargs)
+        return attend_to_kept(base, module, query, key, value, given.kv_layer, given, None, **kwargs)
     mask = None if given.mask is None else given.mask[:, :, -queries:]
     query, key = with_bias(query, key, given.kv_layer, kwargs["scaling"])
-    return attend_under(base, attend, module, query, key, value, mask, **kwargs)
+    return attend_under(base, module, query, key, value, mask, **kwargs)
 
 
-def attend_to_kept(
-    base: str, attend: Callable, module: torch.nn.Module, query, key, value, layer, given, model_mask, **kwargs
-):
+def attend_to_kept(base: str, module: torch.nn.Module, query, key, value, layer, given, model_mask, **kwargs):
     """Run the base implementation over a layer's kept entries, under the layer's mask, which is then stored in `given`.
 
     `model_mask` is the model's; other arguments are as in `compressed_attention`."""
@@ -164,7 +162,7 @@ def attend_to_kept(
     if base == "sdpa" and layer.has_fixed_shapes and query.shape[2] == 1 and not kwargs.get("dropout"):
         result = one_query_per_head(query, key, value, mask, kwargs["scaling"]), None
     else:
-        result = attend_under(base, attend, module, query, key, value, mask, **kwargs)
+        result = attend_under(base, module, query, key, value, mask, **kwargs)
     if isinstance(given, LayerKeys):
         given.mask = mask
     return result
@@ -181,7 +179,7 @@ def with_new_tokens(mask: torch.Tensor | None, model_mask: torch.Tensor | None) 
 
 
 def with_bias(query: torch.Tensor, key: torch.Tensor, layer, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return queries and keys for a method that gives keys a bias, in a channel more than the model's queries have."""
+    """Return queries and keys for a method that gives keys a bias: one more channel than the model's queries have."""
     if key.shape[3] == query.shape[3]:
         return query, key
     if layer.is_whole:  # no key has one
@@ -189,25 +187,27 @@ def with_bias(query: torch.Tensor, key: torch.Tensor, layer, scaling: float) -> 
     return torch.nn.functional.pad(query, (0, 1), value=1 / scaling), key
 
 
-def attend_under(base: str, attend: Callable, module: torch.nn.Module, query, key, value, mask, **kwargs):
+def attend_under(base: str, module: torch.nn.Module, query, key, value, mask, **kwargs):
     """Run the base implementation under a mask for one or all KV heads.
 
     The mask is bool (batch, 1 or kv_heads, queries, keys) or None; other arguments are as in `compressed_attention`."""
     if "flash" in base and (more := key.shape[3] - value.shape[3]) > 0:  # it takes states of one size
         value = torch.nn.functional.pad(value, (0, more))
-        return attend_under(base, attend, module, query, key, value, mask, **kwargs)[0][..., :-more], None
+        return attend_under(base, module, query, key, value, mask, **kwargs)[0][..., :-more], None
     if mask is None or mask.shape[1] == 1:
-        return attend(module, query, key, value, base_mask_format(base, mask, query.dtype), **kwargs)
+        return run_base(base, module, query, key, value, base_mask_format(base, mask, query.dtype), **kwargs)
     batch, kv_heads = key.shape[:2]
     if "flash" not in base and base != "flex_attention":
         mask = mask.repeat_interleave(query.shape[1] // kv_heads, dim=1)
-        return attend(module, query, key, value, base_mask_format(base, mask, query.dtype), **kwargs)
+        return run_base(base, module, query, key, value, base_mask_format(base, mask, query.dtype), **kwargs)
     # Flash attention supports padding per sequence, not per head, and transformers' flex attention takes the first
     # head's mask for all: each KV head becomes its own sequence.
     query = query.reshape(batch * kv_heads, -1, *query.shape[2:])
     key, value = key.flatten(0, 1).unsqueeze(1), value.flatten(0, 1).unsqueeze(1)
     mask = base_mask_format(base, mask.flatten(0, 1).unsqueeze(1), query.dtype)
-    output, _ = attend(module, query, key, value, mask, **kwargs)  # (batch * kv_heads, queries, groups, head_dim)
+    output, _ = run_base(
+        base, module, query, key, value, mask, **kwargs
+    )  # (batch * kv_heads, queries, groups, head_dim)
     return output.unflatten(0, (batch, kv_heads)).transpose(1, 2).flatten(2, 3), None
 
 
@@ -232,17 +232,14 @@ def one_query_per_head(query, key, value, mask, scaling: float) -> torch.Tensor:
     return output.reshape(query.shape[0], 1, -1, value.shape[3])
 
 
-def base_attention(base: str, module: torch.nn.Module) -> Callable:
-    """Return the base implementation. `eager` is not registered, since each modelling file has its own."""
+def run_base(base: str, module: torch.nn.Module, *args, **kwargs):
+    """Run the base implementation. `eager` is not registered, since each modelling file has its own."""
     if base == "eager":
-        return sys.modules[type(module).__module__].eager_attention_forward
+        return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
     attend = ALL_ATTENTION_FUNCTIONS[base]
-    return partial(call_as, base, attend) if "flash" in base else attend
-
-
-def call_as(base: str, attend: Callable, module: torch.nn.Module, *args, **kwargs):
-    """Call flash attention with `base` in the module's config, from which it reads which kernels to use."""
-    config = module.config
+    if "flash" not in base:
+        return attend(module, *args, **kwargs)
+    config = module.config  # from which flash attention reads which kernels to use
     ours = config._attn_implementation
     set_attention(config, base)
     try:

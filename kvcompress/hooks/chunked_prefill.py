@@ -7,7 +7,7 @@ prompt; all of this is small and linear in its length. A pre-forward hook on the
 chunks but the last, one after the other, and lets the pass continue with the last one: the model returns its hidden
 states and logits. Each chunk attends to the kept entries of earlier chunks and, causally, to itself, at its true
 positions, as a second prompt on a filled cache does. Then each layer chooses again among its stored entries and the
-chunk's, see `cache.passes.LaterChunk`.
+chunk's, see `cache.phases.LaterChunk`.
 
 Chunks are counted from the end, where all rows of a padded batch are aligned. A row is therefore cut in the same places
 as it would be alone, and only the first chunk may be shorter.
@@ -49,9 +49,9 @@ def feed_in_chunks(decoder: PreTrainedModel, cache: CompressedCache) -> list[Rem
 
 
 def before_pass(decoder: PreTrainedModel, feed: Callable[[dict], dict]) -> RemovableHandle:
-    """Before a pass of the decoder, call `feed` with its arguments; the pass gets those that it returns instead.
+    """Before a pass of the decoder, call `feed` with its arguments; the pass then runs with those that it returns.
 
-    Passes that `feed` runs itself are left alone."""
+    Passes that `feed` runs itself are unaffected."""
     is_nested = False
 
     def hook(decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

@@ -1,8 +1,8 @@
 """`scope="context-first"`: a prompt's context passes through the text decoder and is compressed before its question,
-which attends to what is kept. So KVzip (2505.23416) and kvpress evaluate.
+which attends to the kept entries. KVzip (2505.23416) and kvpress evaluate in this way.
 
-The model's own forward runs once for the whole prompt, as in a chunked prefill. What is kept of the context does not
-depend on the question, so a `PrefixCache` holds it for the next one."""
+The model's own forward runs once for the whole prompt, as in a chunked prefill. The entries kept of the context do not
+depend on the question, so a `PrefixCache` holds them for the next one."""
 
 import hashlib
 from collections import OrderedDict
@@ -63,7 +63,7 @@ def read_context_first(
 
 
 class KeptContexts:
-    """What caches keep of contexts, in at most `room` bytes; the least recently used leaves first.
+    """The contents of caches that have read a context, in at most `room` bytes; the least recently used are dropped.
 
     Attributes:
         nbytes: bytes held.
@@ -93,7 +93,7 @@ class KeptContexts:
 
 
 def context_key(identity: object, cache: CompressedCache, given: list[Columns]) -> object:
-    """Return what caches must have in common to keep the same of a context.
+    """Return a key that is equal for caches that keep the same entries of a context.
 
     Args:
         identity: the decoder in its present state.

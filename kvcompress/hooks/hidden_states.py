@@ -33,12 +33,12 @@ def watch_hidden_states(decoder: PreTrainedModel, cache: CompressedCache | SlotC
     return watch_inputs(decoder, predict)
 
 
-def watch_inputs(decoder: PreTrainedModel, note: Callable[[int, torch.Tensor], None]) -> list[RemovableHandle]:
-    """Hand the hidden states (batch, tokens, hidden_size) that enter each attention layer to `note(layer_idx, hidden)`,
-    until the returned handles are removed."""
+def watch_inputs(decoder: PreTrainedModel, receive: Callable[[int, torch.Tensor], None]) -> list[RemovableHandle]:
+    """Call `receive(layer_idx, hidden)` with the hidden states (batch, tokens, hidden_size) that enter each attention
+    layer, until the returned handles are removed."""
 
     def before(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        note(module.layer_idx, args[0] if args else kwargs["hidden_states"])
+        receive(module.layer_idx, args[0] if args else kwargs["hidden_states"])
 
     modules = attention_layers(decoder).values()
     return [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]

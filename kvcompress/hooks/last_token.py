@@ -14,8 +14,8 @@ OUTPUTS = ("output_attentions", "output_hidden_states", "return_dict")
 
 
 def check_outputs(policy: Policy, inputs: dict[str, Any], columns: int) -> None:
-    """Raise KVCompressError for labels of a prompt of so many columns, or for logits asked for by their places, if the
-    model's output is not that of all columns."""
+    """Raise KVCompressError for labels of a prompt of so many columns, or for logits requested by position, if the
+    model's output does not cover all columns."""
     size = policy.engine.prefill_chunk
     parts = {
         "first_token='compressed'": policy.feeds_last_again,
@@ -31,7 +31,7 @@ def check_outputs(policy: Policy, inputs: dict[str, Any], columns: int) -> None:
             )
 
 
-def note_last_position(decoder: PreTrainedModel, cache: CompressedCache) -> RemovableHandle:
+def record_last_position(decoder: PreTrainedModel, cache: CompressedCache) -> RemovableHandle:
     """Let a prompt's pass through `decoder` set `cache.last_position`, until the returned handle is removed."""
     cache.last_position = None
 

@@ -41,8 +41,8 @@ def refuse_pages(*args: object, **kwargs: object) -> NoReturn:
 
 
 def generation_option(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> Any:
-    """Return what `generate` takes for an option, given all that it was given: the option itself, or else its
-    `generation_config`'s, or what that leaves open, the model's."""
+    """Return the value that `generate` uses for an option: that of its arguments `options`, or else of the
+    `generation_config` among them, or else of the model's."""
     if name in options:
         return options[name]
     configs = options.get("generation_config"), model.generation_config

@@ -12,15 +12,15 @@ def rope_deltas(model: PreTrainedModel) -> torch.Tensor | None:
     return getattr(model.base_model, "rope_deltas", None)
 
 
-def go_on_from(model: PreTrainedModel, deltas: torch.Tensor | None) -> None:
-    """Let the model continue positions after another prompt than its latest, given that prompt's `rope_deltas`."""
+def set_rope_deltas(model: PreTrainedModel, deltas: torch.Tensor | None) -> None:
+    """Set the `rope_deltas` of another prompt than the model's latest, so that positions continue after that prompt."""
     if hasattr(model.base_model, "rope_deltas"):
         model.base_model.rope_deltas = deltas
 
 
 def next_position(position_ids: torch.Tensor | None, seen: int) -> int:
-    """Return the position after a prompt of `seen` tokens, given its positions (1, columns) or (axes, 1, columns); None
-    if it has no other than its columns."""
+    """Return the position after a prompt of `seen` tokens, given its positions (1, columns) or (axes, 1, columns), or
+    None if they are its columns."""
     if position_ids is None:
         return seen
     # The first of four axes counts columns, as without images.

@@ -36,6 +36,7 @@ class PrefixCache:
     windows, while gradients are computed, or if logits of more than the last tokens are requested.
 
     Attributes:
+        room: size in bytes.
         prompt_tokens: real tokens of all prompts so far.
         reused_tokens: how many of them did not pass through the model again.
     """
@@ -53,8 +54,8 @@ class PrefixCache:
         """
         if not gb >= 0:
             raise KVCompressError(f"gb={gb}: the size of a prefix cache in gigabytes is 0 or more")
-        room = int(min(gb * 2**30, sys.maxsize))
-        self._tree, self._contexts = PrefixTree(room, device), KeptContexts(room)
+        self.room = int(min(gb * 2**30, sys.maxsize))
+        self._tree, self._contexts = PrefixTree(self.room, device), KeptContexts(self.room)
         self._models: weakref.WeakKeyDictionary[PreTrainedModel, object] = weakref.WeakKeyDictionary()
         self.prompt_tokens = 0
 
@@ -71,7 +72,7 @@ class PrefixCache:
         """Drop everything; needed after a model's weights, or a method's file under the same name, have changed."""
         self._tree.clear()
         self._contexts.clear()
-        self._tree.room = self._contexts.room
+        self._tree.room = self.room
 
     def attach(
         self, prompt: ResumedPrompt, decoder: PreTrainedModel, attention: str, cache: CompressedCache, wanted: object
@@ -95,12 +96,12 @@ class PrefixCache:
     ) -> None:
         """Fill an empty cache with what it keeps of the context announced to it, from an equal one or by `compress`.
 
-        `inputs` are the decoder's arguments for the context. Its states serve other methods, as a prompt's do; what is
-        kept of it is much smaller, so that goes first where both do not fit."""
-        tokens, identity = cache.announced, self._identity(decoder, attention)
-        if not cache.is_empty or not self._contexts.room:
+        `inputs` are the decoder's arguments for the context. Its states serve other methods, as a prompt's do; the kept
+        entries are much smaller, so they take precedence where both do not fit."""
+        if not cache.is_empty or not self.room:
             compress()
             return
+        tokens, identity = cache.announced, self._identity(decoder, attention)
         marks = [part for part in (tokens.protected, tokens.groups) if part is not None]  # the question's length counts
         given = []
         for row, length in enumerate(tokens.lengths):
@@ -118,7 +119,7 @@ class PrefixCache:
             for prompt in resumed:
                 prompt.remove()
         self._contexts.add(key, Contents.of(cache))
-        self._tree.shrink(self._contexts.room - self._contexts.nbytes)
+        self._tree.shrink(self.room - self._contexts.nbytes)
 
     def _identity(self, decoder: PreTrainedModel, attention: str) -> tuple[object, ...]:
         """Return what prompts must have in common to share: the decoder in its present state."""
@@ -143,7 +144,7 @@ class RequestPrefixes:
         """Find the longest known prefix; `PrefixTree.find`."""
         return self._tree.find(*self._key(prompt))
 
-    def took(self, tokens: int) -> None:
+    def count_reused(self, tokens: int) -> None:
         """Count tokens of a prefix that a request starts with."""
         self._tree.reused_tokens += tokens
 

@@ -21,7 +21,7 @@ from ..cache.resumed import Beginning
 from ..cache.scope import States
 from ..errors import KVCompressError
 from ..scoring.rotary import Rotary
-from .chunked_prefill import columns_of
+from .chunked_prefill import before_pass, columns_of
 from .rotary import watch_rotary
 
 # Types of RoPE whose angles depend on the prompt's length.
@@ -75,35 +75,32 @@ class ResumedPrompt:
         if self._piece is None and (tree is None or not isinstance(wanted, int) or wanted < 1):
             return []
         if (reason := why_whole(decoder, cache)) is not None:
-            if self._piece is not None and cache.announced.columns > self._piece:
-                say_whole(self._piece, reason)
+            self._warn(cache, reason)
             return []
         self._cache, self._tree, self._identity = cache, tree, identity
         self._wanted = wanted if self._piece is None else 1
-        self._handles = [decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True)]
+        self._handles = [before_pass(decoder, self._feed)]
         with suppress(KVCompressError):  # unknown rotation: methods that need it were rejected before
             self._handles += watch_rotary(decoder, self._rotate)
         return [self]
 
-    def _before_decoder(self, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def _feed(self, kwargs: dict) -> dict:
+        """Return the decoder's arguments for the next columns, given those for the whole prompt."""
         self._handles[0].remove()
-        if not self.is_begun:
-            if args:
-                kwargs = {"input_ids": args[0], **kwargs}
-            if not self._begin(kwargs):
-                return None
+        if not self.is_begun and not self._begin(kwargs):
+            return kwargs
         cache, tokens, known = self._cache, self._tokens, self._known
         stop = tokens.columns if self._piece is None else min(known + self._piece, tokens.columns)
         self.is_through, self._stop = stop == tokens.columns, stop
         if self._tree is not None or not self.is_through:
             self._handles += [layer.listen(self._listener(layer)) for layer in cache.layers]
         if not known and self.is_through:
-            return None
+            return kwargs
         cache.announced, cache.resumed_at = tokens, known
         so_far = tokens if self.is_through else tokens.columns_from(0, stop)
         for place, layer in enumerate(cache.layers):
             layer.resume(so_far, known, self._beginning(place))
-        return (), columns_of(self._kwargs, known, stop, tokens.columns)
+        return columns_of(self._kwargs, known, stop, tokens.columns)
 
     def _begin(self, kwargs: dict) -> bool:
         """Look up the prompt's prefix. Returns False if the prompt cannot be cut."""
@@ -111,11 +108,8 @@ class ResumedPrompt:
         try:
             columns_of(kwargs, 0, tokens.columns, tokens.columns)
         except KVCompressError:
-            if self._piece is not None and tokens.columns > self._piece:
-                say_whole(
-                    self._piece,
-                    "the text decoder's arguments cannot be cut, such as a mask of image tokens that see each other",
-                )
+            reason = "the text decoder's arguments cannot be cut, such as a mask of image tokens that see each other"
+            self._warn(self._cache, reason)
             return False
         self._tokens, self._kwargs = tokens, kwargs
         self._pads = [tokens.columns - length for length in tokens.lengths]
@@ -123,6 +117,11 @@ class ResumedPrompt:
             self._find()
         self._first = self._known
         return True
+
+    def _warn(self, cache: CompressedCache, reason: str) -> None:
+        """Warn, once per reason, if a prompt of several pieces is prefilled whole."""
+        if self._piece is not None and cache.announced.columns > self._piece:
+            say_once(f"prefill_tokens={self._piece}: prompts are prefilled whole, because {reason}")
 
     def _find(self) -> None:
         tokens = self._tokens
@@ -244,10 +243,6 @@ def why_whole(decoder: PreTrainedModel, cache: CompressedCache) -> str | None:
 
 def is_rotated_by_length(decoder: PreTrainedModel) -> bool:
     return any(getattr(module, "rope_type", None) in ROTATED_BY_LENGTH for module in decoder.modules())
-
-
-def say_whole(piece: int, reason: str) -> None:
-    say_once(f"prefill_tokens={piece}: prompts are prefilled whole, because {reason}")
 
 
 def given_by(kwargs: dict, row: int, pads: int) -> Columns:

@@ -42,8 +42,8 @@ def rotary_embeddings(decoder: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def _has_unrotated_layers(decoder: PreTrainedModel) -> bool:
-    """Return whether a layer does not rotate: it says so, or only those with windows do (Cohere 2, EXAONE 4), which
-    just their code says."""
+    """Return whether a layer does not rotate, by its attributes or, where only layers with windows rotate (Cohere 2,
+    EXAONE 4), by its code."""
     if any(getattr(module, "use_rope", True) in (False, 0) for module in decoder.modules()):
         return True
     if 0 in (getattr(decoder.config, "layer_rope_theta", None) or ()):
@@ -56,7 +56,7 @@ def _has_unrotated_layers(decoder: PreTrainedModel) -> bool:
 def channel_pairs(decoder: PreTrainedModel) -> Pairs:
     """Return the channels that a decoder rotates together. Raises KVCompressError if they are unknown."""
     module = sys.modules[type(decoder).__module__]
-    pairs = _tried(getattr(module, "apply_rotary_pos_emb", None), getattr(module, "rotate_half", None))
+    pairs = _detect_pairs(getattr(module, "apply_rotary_pos_emb", None), getattr(module, "rotate_half", None))
     if pairs is None:
         name = type(decoder).__name__
         raise KVCompressError(f"{name} rotates queries in an unknown way, which cannot be undone")
@@ -64,7 +64,7 @@ def channel_pairs(decoder: PreTrainedModel) -> Pairs:
 
 
 @cache
-def _tried(apply: Callable | None, rotate: Callable | None) -> Pairs | None:
+def _detect_pairs(apply: Callable | None, rotate: Callable | None) -> Pairs | None:
     """Find the pairs by applying a modelling file's `apply_rotary_pos_emb`, or else its `rotate_half`, to two pairs."""
     states, angles = torch.arange(1.0, 5), torch.tensor([5.0, 7, 5, 7])  # the angles of two pairs in the usual order
     names = [] if apply is None else list(inspect.signature(apply).parameters)

@@ -1,6 +1,5 @@
 """The second pass of a method that reads a prompt twice or answers it first, and its results, which may be shared."""
 
-import time
 from typing import NamedTuple
 
 import torch
@@ -8,8 +7,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..cache.cache import CompressedCache
-from ..cache.layer import CompressedLayer
-from ..device import device_of, synchronise
+from ..device import device_of, now
 from .answer_first import answer_first
 from .second_reading import DecoderInputs, read_again
 
@@ -35,7 +33,7 @@ class SecondPass:
     """One prompt's second pass, which waits for its first to end.
 
     Attributes:
-        saved_s: seconds to add to get the time of a pass that runs and notes nothing.
+        saved_s: seconds to add to get the time of a pass that runs and records nothing.
     """
 
     def __init__(self, inputs: DecoderInputs, results: Results | None = None):
@@ -55,27 +53,28 @@ class SecondPass:
         self, model: PreTrainedModel, decoder: PreTrainedModel, logits: torch.Tensor | None, cache: CompressedCache
     ) -> None:
         """Let every layer score its entries; `logits` (batch, columns, vocabulary) are the first pass's."""
-        waiting = [layer for layer in cache.compressed_layers if layer.waiting is not None]
-        if not waiting:
+        layers = cache.compressed_layers
+        if layers[0].waiting is None:  # then none waits: all of the prompt is kept
             return
         if self.results is None:
             self._run(model, decoder, logits, cache)
             return
-        key, start = _key(cache, waiting[0]), _now(model)
+        key, device = _key(cache), device_of(model)
+        start = now(device)
         if (known := self.results.get(key)) is not None:
-            for layer, received, scores in zip(waiting, known.received, known.answer_scores, strict=True):
+            for layer, received, scores in zip(layers, known.received, known.answer_scores, strict=True):
                 layer.waiting.receive(received.to(layer.device, copy=True))
                 layer.memory.answer_scores = None if scores is None else scores.to(layer.device, copy=True)
-            self.saved_s = known.seconds - (_now(model) - start)
+            self.saved_s = known.seconds - (now(device) - start)
             return
         self._run(model, decoder, logits, cache)
-        end = _now(model)
+        end = now(device)
         self.results[key] = Result(
-            [_noted(layer.waiting.candidates.view.received) for layer in waiting],
-            [_noted(layer.memory.answer_scores) for layer in waiting],
+            [_to_host(layer.waiting.candidates.view.received) for layer in layers],
+            [_to_host(layer.memory.answer_scores) for layer in layers],
             end - start,
         )
-        self.saved_s = end - _now(model)
+        self.saved_s = end - now(device)
 
     def _run(
         self, model: PreTrainedModel, decoder: PreTrainedModel, logits: torch.Tensor | None, cache: CompressedCache
@@ -86,16 +85,11 @@ class SecondPass:
             answer_first(model, decoder, self.inputs, logits, cache)
 
 
-def _key(cache: CompressedCache, first: CompressedLayer) -> object:
+def _key(cache: CompressedCache) -> object:
     """Return all that a second pass over one prompt depends on: the method and the candidates, but no budget."""
-    source = first.waiting.candidates.source
+    source = cache.compressed_layers[0].waiting.candidates.source
     return cache.policy.cluster, None if source is None else source.cpu().numpy().tobytes()
 
 
-def _noted(states: torch.Tensor | None) -> torch.Tensor | None:
+def _to_host(states: torch.Tensor | None) -> torch.Tensor | None:
     return None if states is None else states.to("cpu", copy=True)
-
-
-def _now(model: PreTrainedModel) -> float:
-    synchronise(device_of(model))
-    return time.perf_counter()

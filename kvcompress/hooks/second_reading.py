@@ -85,10 +85,7 @@ def embedded(decoder: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor,
 @torch.no_grad()
 def read_again(decoder: PreTrainedModel, inputs: DecoderInputs, cache: CompressedCache) -> None:
     """Feed the prompt that waits in the cache again, chunk by chunk; each layer scores its entries."""
-    waiting = [layer for layer in cache.compressed_layers if layer.waiting is not None]
-    if not waiting:
-        return
-    cluster, part = cache.policy.cluster, waiting[0].waiting.candidates
+    cluster, part = cache.policy.cluster, cache.compressed_layers[0].waiting.candidates
     embeddings, by_layer = inputs.embeddings, inputs.by_layer
     rows = torch.arange(len(embeddings), device=embeddings.device)[:, None]
     if part.source is not None:
@@ -115,12 +112,7 @@ def read_again(decoder: PreTrainedModel, inputs: DecoderInputs, cache: Compresse
         if by_layer is not None:
             fed["per_layer_inputs"] = torch.cat([instruction[1], by_layer[rows, read]], dim=1)
         fed_pads = torch.nn.functional.pad(missing[:, cluster.sinks :], (len(ids), 0))
-        for layer in waiting:
+        for layer in cache.compressed_layers:
             layer.read_again(scored.to(layer.device), missing.to(layer.device), cluster.sinks)
         with cache.other_layers_unchanged():  # sliding windows must not move
-            decoder(
-                **fed,
-                position_ids=inputs.following(cache.seen_tokens, fed_pads),
-                use_cache=True,
-                **{CACHE: cache},
-            )
+            decoder(**fed, position_ids=inputs.following(cache.seen_tokens, fed_pads), use_cache=True, **{CACHE: cache})

@@ -22,7 +22,7 @@ from ..errors import KVCompressError
 from ..inflight.cache import SlotCache
 from ..inflight.loop import InFlight, Limits, check_storage
 from ..inflight.request import Request, names_length
-from ..inflight.under_way import Writer
+from ..inflight.request_state import ConnectedModel
 from ..policy.make import make_policy
 from ..policy.passages import Decoder
 from .answer_first import check_answers
@@ -30,10 +30,10 @@ from .attention import PREFIX, connected, register_attention, set_attention
 from .chunked_prefill import feed_in_chunks
 from .context_first import read_context_first
 from .hidden_states import watch_hidden_states
-from .last_token import check_outputs, last_token, note_last_position
+from .last_token import check_outputs, last_token, record_last_position
 from .model import check_heads, check_whole_prompt, refuse_pages, text_decoder, unwrapped
 from .model_identity import ModelReference
-from .positions import go_on_from, rope_deltas
+from .positions import rope_deltas, set_rope_deltas
 from .prefix_cache import PrefixCache
 from .replacement import Replacement, wrapped
 from .resumed_prompt import ResumedPrompt, wanted_outputs
@@ -123,13 +123,14 @@ class Session:
         self.model, self.cache = unwrapped(model), None
         self._decoder = text_decoder(self.model)
         self._config = self._decoder.config
-        self._tower, self._frames, self._prefixes = tower, FrameRecorder(self.model), prefix_cache
+        self._tower, self._frames = tower, FrameRecorder(self.model)
+        self._prefixes = PrefixCache(gb=0) if prefix_cache is None else prefix_cache
         self.is_entered, self._new_cache = False, new_cache
         self._reference = ModelReference(self.model)
         self._forward_names = list(inspect.signature(self.model.forward).parameters)
         self._cache_name = next((name for name in NAMES if name in self._forward_names), CACHE)
         self._threads = Threads()
-        self._of_pass: list[RemovableHandle | ResumedPrompt] = []
+        self._pass_hooks: list[RemovableHandle | ResumedPrompt] = []
         self._pieces: ResumedPrompt | None = None  # the prompt that is being prefilled in pieces
         self._replaced: WeakSet[DynamicCache] = WeakSet()  # caches that were given, and stay empty
         self._undo = ExitStack()  # undone on leaving the context
@@ -182,7 +183,7 @@ class Session:
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         names = inspect.signature(generate).parameters
         check_whole_prompt(self.model, dict(zip(names, args, strict=False)) | kwargs)
-        self._count_on(cache_in(kwargs))  # `generate` counts positions before the first forward pass
+        self._continue_positions(cache_in(kwargs))  # `generate` counts positions before the first forward pass
         return generate(*args, **kwargs)
 
     def _prepare_inputs(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -194,10 +195,10 @@ class Session:
             cache.compressed_layers[0].memory.check_room(tokens.shape[-1])
         return prepare(*args, **kwargs)
 
-    def _count_on(self, cache: object) -> None:
+    def _continue_positions(self, cache: object) -> None:
         """Let the model continue positions after the tokens in the cache, not after its latest prompt."""
         if isinstance(cache, CompressedCache) and not torch.compiler.is_compiling():
-            go_on_from(self.model, None if cache.is_empty else cache.rope_deltas)
+            set_rope_deltas(self.model, None if cache.is_empty else cache.rope_deltas)
 
     def _before_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Give a new generation its cache, and announce the forward pass to the cache."""
@@ -208,7 +209,7 @@ class Session:
         batch, columns = (embeds if ids is None else ids).shape[:2]
         cache = self._cache_for(kwargs)
         if kwargs.get("position_ids") is None:
-            self._count_on(cache)
+            self._continue_positions(cache)
         check_answers(self.model, cache.policy, kwargs.get("return_dict"))
         check_outputs(cache.policy, kwargs, columns)
         mask, grid = kwargs.get("attention_mask"), kwargs.get("video_grid_thw")
@@ -217,27 +218,17 @@ class Session:
         is_prompt = cache.start(batch, columns, ids, mask, grid)
         policy = cache.policy
         if not torch.compiler.is_compiling():
-            is_hooked = policy.hooks_prompts or self._prefixes is not None or self._pieces is not None
+            is_hooked = policy.hooks_prompts or self._prefixes.room > 0 or self._pieces is not None
             self._threads.enter((is_prompt and is_hooked) or policy.hooks_steps)
         self._end_pass()  # of an interrupted pass
         if is_prompt and policy.tokens is not None:
-            self._of_pass = prune(self._decoder, self._base, cache, self._tower, self._frames, ids)
+            self._pass_hooks = prune(self._decoder, self._base, cache, self._tower, self._frames, ids)
         if policy.watches_rotary and (is_prompt or policy.hooks_steps):
-            self._of_pass += watch_rotary(self._decoder, cache.rotate)
+            self._pass_hooks += watch_rotary(self._decoder, cache.rotate)
         if policy.cluster.reads_hidden and (is_prompt or policy.hooks_steps):
-            self._of_pass += watch_hidden_states(self._decoder, cache)
-        if policy.feeds_last_again and is_prompt:
-            self._of_pass.append(note_last_position(self._decoder, cache))
-        if policy.cluster.second_pass and is_prompt:
-            self._of_pass.append(SecondPass.watch(self._decoder, cache))
-        if policy.engine.prefill_chunk is not None and is_prompt:
-            self._of_pass += feed_in_chunks(self._decoder, cache)
-        if is_prompt and policy.engine.scope == "context-first":
-            self._of_pass += read_context_first(
-                self._decoder, cache, partial(self._read_context, cache), partial(self._choose, cache)
-            )
-        if is_prompt and (self._prefixes is not None or self._pieces is not None):
-            self._of_pass += self._resumed(cache, wanted_outputs(kwargs))
+            self._pass_hooks += watch_hidden_states(self._decoder, cache)
+        if is_prompt:
+            self._hook_prompt(cache, wanted_outputs(kwargs))
         kwargs = {name: value for name, value in kwargs.items() if name not in NAMES} | {self._cache_name: cache}
         if isinstance(cache, CompressedCache):
             self.cache = cache
@@ -245,12 +236,20 @@ class Session:
                 cache.filled_by = self._reference
         return (), kwargs
 
-    def _read_context(self, cache: CompressedCache, inputs: dict, compress: Callable[[], None]) -> None:
-        """Read and compress a prompt's context, unless the prefix cache holds what `cache` keeps of it."""
-        if self._prefixes is None:
-            compress()
-        else:
-            self._prefixes.read_context(self._decoder, self._base, cache, inputs, compress)
+    def _hook_prompt(self, cache: CompressedCache, wanted: object) -> None:
+        """Register the hooks by which a prompt is fed in parts or its inputs are recorded."""
+        policy, decoder = cache.policy, self._decoder
+        if policy.feeds_last_again:
+            self._pass_hooks.append(record_last_position(decoder, cache))
+        if policy.cluster.second_pass:
+            self._pass_hooks.append(SecondPass.watch(decoder, cache))
+        if policy.engine.prefill_chunk is not None:
+            self._pass_hooks += feed_in_chunks(decoder, cache)
+        if policy.engine.scope == "context-first":
+            read = partial(self._prefixes.read_context, decoder, self._base, cache)
+            self._pass_hooks += read_context_first(decoder, cache, read, partial(self._choose, cache))
+        prompt = self._pieces or ResumedPrompt()
+        self._pass_hooks += self._prefixes.attach(prompt, decoder, self._base, cache, wanted)
 
     def _choose(self, cache: CompressedCache, output: Any = None) -> None:
         """Make the choices that wait for the whole prompt, given the model's output, or for its context."""
@@ -259,14 +258,7 @@ class Session:
             second.run(self.model, self._decoder, None if output is None else output.logits, cache)
         cache.finish()
 
-    def _resumed(self, cache: CompressedCache, wanted: object) -> list[ResumedPrompt]:
-        """Let a prompt's forward pass start after its known prefix, if it can."""
-        prompt = self._pieces or ResumedPrompt()
-        if self._prefixes is None:
-            return prompt.attach(self._decoder, cache, wanted)
-        return self._prefixes.attach(prompt, self._decoder, self._base, cache, wanted)
-
-    def _read(self, pieces: ResumedPrompt | None, inputs: Mapping[str, Any]) -> ModelOutput:
+    def _prefill(self, pieces: ResumedPrompt | None, inputs: Mapping[str, Any]) -> ModelOutput:
         """Run the model's forward pass over a prompt, or over the next of its `pieces`."""
         self._pieces = pieces
         try:
@@ -276,8 +268,8 @@ class Session:
 
     def _end_pass(self) -> None:
         """Remove the hooks of one pass."""
-        while self._of_pass:
-            self._of_pass.pop(0).remove()
+        while self._pass_hooks:
+            self._pass_hooks.pop(0).remove()
 
     def _after_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict, output: Any) -> Any:
         """Finish after the forward pass; `output` is None if it raised."""
@@ -350,7 +342,7 @@ class Session:
 
         Args:
             requests: model inputs with a batch of one, or `Request`s, with options of their own. Each is fetched when
-                a slot is free; an iterator that had none is asked again while requests run, so it may be a queue.
+                a slot is free; an iterator that had none is polled again while requests run, so it may be a queue.
             slots: the most sequences that decode together.
             kv_gb: gigabytes (2**30 bytes) for all slots, which sets their number; `slots` is then an upper limit.
             static: whether every decode step has the same shapes and is one graph, which is compiled where `generate`
@@ -374,7 +366,7 @@ class Session:
             options["max_new_tokens"] = self._new_cache["max_new_tokens"]
         make_cache = partial(CompressedCache, self.model.config, **new_cache)
         return InFlight(
-            Writer(self.model, lambda: self.is_entered, make_cache, self._read),
+            ConnectedModel(self.model, lambda: self.is_entered, make_cache, self._prefill),
             requests,
             Limits(slots, kv_gb, on_oom, prefill_tokens),
             static or kind == "static",

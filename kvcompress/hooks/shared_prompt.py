@@ -1,11 +1,10 @@
 """One prefill for several methods: each layer's attention inputs are recorded and compressed again.
 
 A prefill's result does not depend on which entries are kept, so it needs to run only once. Every further generation
-with the same prompt feeds the recorded states to its own cache, layer by layer, and goes on to decode.
+with the same prompt feeds the recorded states to its own cache, layer by layer, and then decodes.
 """
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,13 +18,13 @@ from ..cache.cache import CompressedCache
 from ..cache.layer import CompressedLayer
 from ..cache.scope import States
 from ..cache_name import CACHE, NAMES, cache_in
-from ..device import device_of, synchronise
+from ..device import device_of, now
 from ..errors import KVCompressError
 from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
 from .hidden_states import watch_inputs
 from .model import text_decoder, unwrapped
-from .positions import go_on_from, rope_deltas
+from .positions import rope_deltas, set_rope_deltas
 from .replacement import wrapped
 from .rotary import watch_rotary
 from .second_pass import Results, SecondPass
@@ -37,8 +36,7 @@ class Attended:
     """The recorded inputs of one layer's attention, in CPU memory.
 
     Attributes:
-        query: (batch, heads, columns, head_dim).
-        key, value: (batch, kv_heads, columns, head_dim).
+        states: queries, keys and values, as in `States`.
         device: the device that they were on.
         hidden: the hidden states that entered the layer, (batch, columns, hidden_size), if the method of the recorded
             generation reads them.
@@ -46,16 +44,10 @@ class Attended:
 
     layer_idx: int
     module: torch.nn.Module
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
     scaling: float
     device: torch.device
+    states: list[torch.Tensor]
     hidden: torch.Tensor | None = None
-
-    @property
-    def states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.query, self.key, self.value
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +62,7 @@ class PromptPass:
         inputs: the inputs that identify the batch, in CPU memory: all tensors, and `logits_to_keep`.
         layers: the layers' attention inputs, in order.
         decoder_inputs: the text decoder's inputs, in CPU memory.
-        rotary: the rotation of the queries; None if it is unknown, in which case no method asks for it.
+        rotary: the rotation of the queries; None if it is unknown, in which case no method needs it.
         output: the model's output, with the logits of the next token.
         rope_deltas: the position offset of a model with its own image positions (Qwen2-VL), otherwise None.
         seconds: seconds of the model's own work, without compression.
@@ -159,10 +151,11 @@ class SharedPrompt:
         is_wanted = self.known is not None or self.room > 0
         if not is_wanted or not is_shareable(self.model, cache, kwargs):
             return forward(*args, **kwargs)
-        start = _now(device_of(self.model))
+        device = device_of(self.model)
+        start = now(device)
         inputs = _fetched(kwargs)
         is_known = self.known is not None and self.known.is_of(inputs) and self.known.serves(cache.policy)
-        comparing_s = _now(device_of(self.model)) - start
+        comparing_s = now(device) - start
         if is_known:
             self.prompt_pass, self.is_known = self.known, True
             return self._replay(cache, comparing_s)
@@ -186,22 +179,22 @@ class SharedPrompt:
         handles.append(DecoderInputs.watch(decoder, found.append))
         if cache.policy.cluster.reads_hidden:
             handles += watch_inputs(decoder, hidden.__setitem__)
-        notes = [_Note(layer, self.room / len(cache.layers), hidden) for layer in cache.layers]
-        elsewhere_s, start = self.elsewhere_s(), _now(device_of(self.model))
+        recorders = [_LayerRecorder(layer, self.room / len(cache.layers), hidden) for layer in cache.layers]
+        elsewhere_s, start = self.elsewhere_s(), now(device_of(self.model))
         try:
             output = forward(**kwargs)
         finally:
-            for handle in [*handles, *notes]:
+            for handle in [*handles, *recorders]:
                 handle.remove()
-        self._correction_s = -comparing_s - sum(note.keeping_s for note in notes)
+        self._correction_s = -comparing_s - sum(recorder.recording_s for recorder in recorders)
         # The decoder saw only the end of a resumed prompt: the prefix cache has the rest.
-        is_whole = found and not cache.resumed_at and all(note.attended for note in notes)
+        is_whole = found and not cache.resumed_at and all(recorder.attended for recorder in recorders)
         if is_whole and isinstance(output, ModelOutput):
-            seconds = _now(device_of(self.model)) - start - (self.elsewhere_s() - elsewhere_s)
-            seconds -= sum(note.keeping_s + note.compressing_s for note in notes)
+            seconds = now(device_of(self.model)) - start - (self.elsewhere_s() - elsewhere_s)
+            seconds -= sum(recorder.recording_s + recorder.compressing_s for recorder in recorders)
             recorded = PromptPass(
                 inputs,
-                [note.attended for note in notes],
+                [recorder.attended for recorder in recorders],
                 found[0].to("cpu"),
                 rotaries[0] if rotaries else None,
                 type(output)(logits=output.logits),
@@ -227,12 +220,12 @@ class SharedPrompt:
             cache.last_position = positions[..., -1:].to(device_of(self.model))
         if known.rotary is not None:
             cache.rotate(known.rotary)
-        go_on_from(self.model, known.rope_deltas)
+        set_rope_deltas(self.model, known.rope_deltas)
         for layer in known.layers:
-            start = _now(layer.device)
+            start = now(layer.device)
             query, key, value = (state.to(layer.device) for state in layer.states)
             hidden = layer.hidden.to(layer.device) if cache.policy.cluster.reads_hidden else None
-            loading_s += _now(layer.device) - start
+            loading_s += now(layer.device) - start
             if hidden is not None:
                 features = cache.policy.cluster.hidden_features(hidden, layer.layer_idx)
                 cache.layers[layer.layer_idx].set_features(features)
@@ -243,32 +236,29 @@ class SharedPrompt:
         return type(known.output)(logits=known.output.logits, **{CACHE: cache})
 
 
-class _Note:
+class _LayerRecorder:
     """Records one layer's attention inputs, if they have at most `room` bytes, and times its compression.
 
     `hidden`: the hidden states that entered each layer, by its index, which are taken out."""
 
     def __init__(self, layer: CompressedLayer, room: float, hidden: dict[int, torch.Tensor]):
         self.attended: Attended | None = None
-        self._hidden = hidden
-        self.keeping_s = self.compressing_s = 0.0
-        self._layer_idx, self._room = layer.layer_idx, room
+        self.recording_s = self.compressing_s = 0.0
+        self._layer_idx, self._room, self._hidden = layer.layer_idx, room, hidden
         self.remove = layer.listen(self._listen).remove
 
     def _listen(self, states: States, compress: Callable[[], None]) -> None:
-        tensors = [states.queries, states.keys, states.values]
-        if self._layer_idx in self._hidden:
-            tensors.append(self._hidden.pop(self._layer_idx))
-        if sum(tensor.nbytes for tensor in tensors) > self._room:
+        tensors, hidden = (states.queries, states.keys, states.values), self._hidden.pop(self._layer_idx, None)
+        if sum(tensor.nbytes for tensor in (*tensors, hidden) if tensor is not None) > self._room:
             compress()  # untimed: timing would make the device wait at every layer
             return
         device = states.queries.device
-        start = _now(device)
-        query, key, value, *hidden = (tensor.detach().cpu() for tensor in tensors)
-        self.attended = Attended(self._layer_idx, states.module, query, key, value, states.scaling, device, *hidden)
-        kept_at = _now(device)
+        start = now(device)
+        *own, hidden = (None if tensor is None else tensor.detach().cpu() for tensor in (*tensors, hidden))
+        self.attended = Attended(self._layer_idx, states.module, states.scaling, device, own, hidden)
+        recorded_at = now(device)
         compress()
-        self.keeping_s, self.compressing_s = kept_at - start, _now(device) - kept_at
+        self.recording_s, self.compressing_s = recorded_at - start, now(device) - recorded_at
 
 
 def is_shareable(model: PreTrainedModel, cache: object, kwargs: dict[str, Any]) -> bool:
@@ -307,8 +297,3 @@ def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     return type(one) is type(other) and one == other
-
-
-def _now(device: torch.device) -> float:
-    synchronise(device)
-    return time.perf_counter()

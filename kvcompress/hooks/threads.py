@@ -7,7 +7,7 @@ from ..errors import KVCompressError
 
 
 class Threads:
-    """The threads in a forward pass, of which one at a time may have hooks on the model for its pass alone."""
+    """The threads in a forward pass, only one of which at a time may have hooks on the model for its own pass."""
 
     def __init__(self):
         self._inside: set[int] = set()

@@ -78,17 +78,17 @@ class Pruning:
         padding: LongTensor (batch, 1), the number of leading columns that hold nothing; None if there are none.
         look: returns the vision side's states for the method, as fields of `Tokens`.
         stages: decoder layer -> vision tokens kept from there on, one number per row.
-        left: for each row, the number of vision tokens in the prompt and after each choice so far.
+        vision_counts: for each row, the number of vision tokens in the prompt and after each choice so far.
     """
 
     def __init__(self, base: str, cache: CompressedCache):
         self.base, self.cache, self.method = base, cache, cache.policy.tokens
         self.whole = whole = cache.announced
         counts, num_layers = whole.vision_lengths, len(cache.layers)
-        places, kept = self._places(num_layers), [cache.policy.budget(n) if n else 0 for n in counts]
+        places, kept = self._places(num_layers), [cache.policy.budget(n) for n in counts]
         budgets = [self.method.budgets(k, n, num_layers) for k, n in zip(kept, counts, strict=True)]
         self.stages = dict(zip(places, map(list, zip(*budgets, strict=True)), strict=True))
-        self.counts, self.left = counts, [[count] for count in counts]
+        self.counts, self.vision_counts = counts, [[count] for count in counts]
         device = whole.vision.device
         self.source = torch.arange(whole.columns, device=device).expand(len(counts), -1)
         self.vision, self.padding = whole.vision, whole.padding
@@ -126,7 +126,7 @@ class Pruning:
         return handles
 
     def _tokens(self, **known: Any) -> Tokens:
-        so_far = {"prepared": self.prepared, "counts": self.left}
+        so_far = {"prepared": self.prepared, "counts": self.vision_counts}
         prompt = {"num_layers": len(self.cache.layers), "row_seeds": self.whole.row_seeds}
         return Tokens(self.vision, self.padding, **so_far, **prompt, **self.sight, **known)
 
@@ -157,18 +157,18 @@ class Pruning:
                 self.mask = self._mask(kwargs.get("attention_mask"))
             self.hidden = hidden
             per_column = {
-                name: self._left(given[..., None])[..., 0]
+                name: self._remaining(given[..., None])[..., 0]
                 for name, given in kwargs.items()
                 if (name == "position_ids" and given is not None) or _is_per_column(given, self.whole.columns)
             }
             kwargs = {**kwargs, **per_column}
             if (embeddings := kwargs.get("position_embeddings")) is not None:
-                kwargs["position_embeddings"] = tuple(self._left(part) for part in embeddings)
+                kwargs["position_embeddings"] = tuple(self._remaining(part) for part in embeddings)
             if "flash" in self.base:  # to it, gaps between position ids look like several packed sequences
                 kwargs["position_ids"] = None
             kwargs["attention_mask"] = base_mask_format(self.base, self.mask, hidden.dtype)
             kwargs.pop("hidden_states", None)
-            return (self._left(hidden), *rest), kwargs
+            return (self._remaining(hidden), *rest), kwargs
 
         return enter
 
@@ -178,14 +178,14 @@ class Pruning:
         hidden[self.rows, self.source] = output[0] if isinstance(output, tuple) else output
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-    def _left(self, states: torch.Tensor) -> torch.Tensor:
+    def _remaining(self, states: torch.Tensor) -> torch.Tensor:
         """Return the remaining columns of states (..., batch or 1, columns, size)."""
         rows, source = self.rows.to(states.device), self.source.to(states.device)
         return states.expand(*states.shape[:-3], len(rows), -1, -1)[..., rows, source, :]
 
     def _choose(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Drop tokens before layer `index`; return the hidden states of all columns."""
-        tokens = self._tokens(hidden=self._left(hidden), budgets=self.stages[index])
+        tokens = self._tokens(hidden=self._remaining(hidden), budgets=self.stages[index])
         with own_dtypes(hidden.device):
             scores, self.scores = self._asked(self.method.score, tokens) if self.scores is None else self.scores, None
             chosen, merged = self._asked(partial(self.method.checked_choice, scores), tokens)
@@ -194,7 +194,7 @@ class Pruning:
             hidden[self.rows, self.source] = merged
         stays = tokens.real & (chosen | ~self.vision)
         kept = chosen.sum(1).tolist()
-        self.left = [[*before, count] for before, count in zip(self.left, kept, strict=True)]
+        self.vision_counts = [[*before, count] for before, count in zip(self.vision_counts, kept, strict=True)]
         lengths = [
             length - vision + budget
             for length, vision, budget in zip(self.whole.lengths, self.counts, kept, strict=True)

@@ -2,7 +2,7 @@
 
 - `loop.py`: the loop from prompts to answers. Start here.
 - `request.py`: a request, and how its tokens are chosen.
-- `under_way.py`: the state of a request while it is prefilled and decoded.
+- `request_state.py`: the state of a request while it is prefilled and decoded.
 - `cache.py`, `layer.py`: the cache of a decode step over all slots, and its layers.
 - `pool.py`: storage of a layer's entries.
 """

@@ -7,9 +7,10 @@ from functools import partial
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
-from ..cache.eviction import evict_together, kind
-from ..cache.layer import CompressedLayer, on_their_way
+from ..cache.eviction import batch_key, evict_together
+from ..cache.layer import CompressedLayer, wrap_keys
 from ..cache.memory import Memory
+from ..cache.scope import States
 from ..device import on_device, own_dtypes
 from ..scoring.rotary import Rotary
 from .pool import RaggedSlotPool, SlotPool
@@ -87,7 +88,6 @@ class SlotLayer(DecodingLayer):
         self._pool_type = SlotPool if is_even else RaggedSlotPool
         self.storage: SlotPool | None = None
         self._memories: dict[int, Memory] = {}  # by slot, without the entries
-        self._decoded: dict[int, int] = {}  # by slot, tokens since the latest eviction
         self._latest: torch.Tensor | None = None  # queries (slots, heads, window, head_dim), a ring buffer
         self._scaling, self._module = like.scaling, like.module
         self._features: torch.Tensor | None = None
@@ -132,11 +132,11 @@ class SlotLayer(DecodingLayer):
         self.storage.place([slot], kept, (kept.indices >= 0).sum(-1).tolist(), room)
         self._remember(slot, memory.latest_queries)
         memory.storage, memory.sums, memory.latest_queries = None, None, []
-        self._memories[slot], self._decoded[slot] = memory, memory.decoded
+        self._memories[slot] = memory
 
     def free(self, slot: int) -> None:
         self.storage.free(slot)
-        del self._memories[slot], self._decoded[slot]
+        del self._memories[slot]
 
     def resize(self, slots: int, rows: int, moves: dict[int, int]) -> None:
         """Change the number of slots and their rows; the contents of `slot` move to `moves[slot]`."""
@@ -145,7 +145,6 @@ class SlotLayer(DecodingLayer):
             return
         self.storage = self.storage.resized(slots, rows, moves)
         self._memories = {new: self._memories[old] for old, new in moves.items()}
-        self._decoded = {new: self._decoded[old] for old, new in moves.items()}
         if self._latest is not None:
             before = self._latest
             self._latest = before.new_full((slots, *before.shape[1:]), torch.nan)
@@ -185,7 +184,7 @@ class SlotLayer(DecodingLayer):
         with torch.no_grad():
             self.storage.append(key_states, value_states, slots.seen.to(device), slots.active.to(device))
         keys, values = (key_states, value_states) if self.decodes_in_place else self.storage.read()
-        return on_their_way(keys, self), values
+        return wrap_keys(keys, self), values
 
     def mask(self, query_length: int) -> torch.Tensor:
         """Return the entries that the queries see: bool (slots, kv_heads, 1, keys)."""
@@ -223,7 +222,7 @@ class SlotLayer(DecodingLayer):
         for slot, memory in self._memories.items():
             seen, entries = slots.held[slot] + 1, partial(self.storage.kept, [slot])
             with own_dtypes(queries.device):
-                self._hiding.look(memory, entries, seen, queries[slot : slot + 1], scaling)
+                self._hiding.choose(memory, entries, seen, queries[slot : slot + 1], scaling)
             if self._hiding.hidden is not None:
                 slots.hidden[slot, : self._hiding.hidden.shape[1]] = self._hiding.hidden[0]
 
@@ -233,41 +232,38 @@ class SlotLayer(DecodingLayer):
 
     def count(self) -> None:
         self.storage.steps = self._slots.steps  # compiled graphs do not count steps
-        for slot in self._decoded:
-            self._decoded[slot] += 1
+        for memory in self._memories.values():
+            memory.decoded += 1
 
     @torch.no_grad()
     def evict(self) -> None:
         interval, together = self.policy.decode_interval, defaultdict(list)
-        for slot, decoded in self._decoded.items():
-            if decoded >= interval:
-                together[decoded, kind(self._memories[slot])].append(slot)
-        for (decoded, _), slots in together.items():
-            self._evict(slots, decoded)
+        for slot, memory in self._memories.items():
+            if memory.decoded >= interval:
+                together[memory.decoded, batch_key(memory)].append(slot)
+        for slots in together.values():
+            self._evict(slots)
 
-    def _evict(self, slots: list[int], decoded: int) -> None:
+    def _evict(self, slots: list[int]) -> None:
         memories = [self._memories[slot] for slot in slots]
         seen = [self._slots.held[slot] for slot in slots]
         queries = None
         if self._latest is not None:
             queries = self._latest[on_device(slots, self._latest.device)][:, :, self._order]
-        held = self.storage.counts(slots)
         before, rotary = self.storage.kept(slots), self._slots.rotary
         if rotary is not None:
             rotary = rotary.rows(on_device(slots, rotary.cos.device)).to(before.keys.device)
-        of_layer = self._scaling, self._module, rotary
-        left = evict_together(self.choice, memories, seen, before, queries, decoded, *of_layer, held)
-        counts = held
-        if left.indices is not before.indices:
-            counts = left.held or (left.indices >= 0).sum(-1).tolist()
+        states = States(queries, self._scaling, self._module, rotary)
+        left = evict_together(self.choice, memories, seen, before, states, memories[0].decoded)
+        counts = left.held or (left.indices >= 0).sum(-1).tolist()
         rows = max(self._pool_type.rows_for(of_heads, self.policy.decode_interval) for of_heads in counts)
         if rows > self.storage.rows:  # heads or layers now share their budget differently
             rows += SPARE * self.storage.heads
             self.storage = self.storage.resized(self.storage.slots, rows, {slot: slot for slot in self._memories})
         if left is not before:
             self.storage.place(slots, left, counts, room=0)
-        for slot in slots:
-            self._decoded[slot] = 0
+        for memory in memories:
+            memory.decoded = 0
 
 
 class SlidingSlotLayer(DecodingLayer):
@@ -325,7 +321,7 @@ class SlidingSlotLayer(DecodingLayer):
             self.keys.scatter_(2, places, key_states)
             self.values.scatter_(2, places[..., :1].expand_as(value_states), value_states)
             self.counts.add_(self._slots.active.to(self.counts.device))
-        return on_their_way(self.keys, self), self.values
+        return wrap_keys(self.keys, self), self.values
 
     def mask(self, query_length: int) -> torch.Tensor:
         places = torch.arange(self.window, device=self.counts.device)

@@ -9,6 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..device import device_of, on_device
 from ..errors import KVCompressError
 from .cache import SlotCache
 from .request import Answer, Request
-from .under_way import UnderWay, Writer
+from .request_state import ConnectedModel, RequestState
 
 
 def check_storage(cache_implementation: str) -> None:
@@ -66,7 +67,7 @@ class InFlight:
 
     def __init__(
         self,
-        writer: Writer,
+        connected: ConnectedModel,
         requests: Iterable[Request | Mapping[str, torch.Tensor]],
         limits: Limits,
         is_fixed: bool,
@@ -74,17 +75,18 @@ class InFlight:
         options: Mapping[str, Any],
     ):
         """`is_fixed` says whether every step has the same shapes; other arguments are as in `Session.generate_many`."""
-        self._writer, self._options = writer, options
+        self._connected, self._options = connected, options
         self._limits, self._most = limits, limits.slots
+        self._handled = (torch.OutOfMemoryError,) if limits.on_oom == "halve" else ()  # by halving the slots
         self._is_fixed, self._after_prompt = is_fixed, after_prompt
         self.steps = self.halved = self._answered_tokens = self._peak_kv_bytes = self._last_slots = 0
         self._new = enumerate(requests)
         self._again: deque[tuple[int, Request]] = deque()  # requests that lost their slot
-        self._running: dict[int, UnderWay] = {}  # by slot
-        self._reading: UnderWay | None = None  # the request being prefilled
-        self._next: UnderWay | None = None  # the request that waits for a slot, its prompt compressed
+        self._running: dict[int, RequestState] = {}  # by slot
+        self._prefilling: RequestState | None = None  # the request being prefilled
+        self._next: RequestState | None = None  # the request that waits for a slot, its prompt compressed
         self._cache: SlotCache | None = None
-        self._call: Callable = writer.model
+        self._call: Callable = connected.model
         self._answers = self._generate()
 
     def __iter__(self) -> Iterator[Answer]:
@@ -115,7 +117,7 @@ class InFlight:
     def tokens(self) -> int:
         """Tokens of all answers so far, unfinished ones included; not those of requests that failed or begin again."""
         unfinished = [*self._running.values(), *([] if self._next is None else [self._next])]
-        return self._answered_tokens + sum(len(each.choice.tokens) for each in unfinished)
+        return self._answered_tokens + sum(len(each.sampler.tokens) for each in unfinished)
 
     @property
     def kv_bytes(self) -> int:
@@ -133,58 +135,58 @@ class InFlight:
         """Yield the answers, and None after each step."""
         self._began = time.perf_counter()
         while True:
-            if not self._writer.is_connected():
+            if not self._connected.is_connected():
                 raise KVCompressError("kvcompress.compress(...) was left while requests were in flight")
             is_free = self._next is None and len(self._running) < max(self.slots, 1)
-            if self._reading is None and is_free:
-                self._reading = self._next_request()
-            is_reading = self._reading is not None
-            if is_reading:
-                yield from self._read()
+            if self._prefilling is None and is_free:
+                self._prefilling = self._next_request()
+            is_prefilling = self._prefilling is not None
+            if is_prefilling:
+                yield from self._prefill()
             yield from self._admit()
             if self._running:
                 yield from self._step()
                 yield None
             elif self._next is not None:
                 yield self._too_large()
-            elif not is_reading:  # all is answered: the slots' memory is free, even if this object stays
+            elif not is_prefilling:  # all is answered: the slots' memory is free, even if this object stays
                 self._peak_kv_bytes, self._last_slots, self._cache = self.peak_kv_bytes, self.slots, None
                 return
 
-    def _next_request(self) -> UnderWay | None:
+    def _next_request(self) -> RequestState | None:
         """Return the next request, None if there is none."""
         following = self._again.popleft() if self._again else next(self._new, None)
-        return None if following is None else UnderWay(*following, self._began, self._limits.prefill_tokens)
+        return None if following is None else RequestState(*following, self._began, self._limits.prefill_tokens)
 
-    def _read(self) -> Iterator[Answer]:
+    def _prefill(self) -> Iterator[Answer]:
         """Prefill the next piece of the current prompt; after the last piece, choose the first token.
 
         Yields an answer if that token is the only one, or if the request failed."""
-        reading, is_out_of_memory = self._reading, False
+        current, is_out_of_memory = self._prefilling, False
         try:
-            logits = reading.read_on(self._writer, self._options)
-            self._peak_kv_bytes = max(self._peak_kv_bytes, self.kv_bytes + reading.nbytes)
+            logits = current.prefill(self._connected, self._options)
+            self._peak_kv_bytes = max(self._peak_kv_bytes, self.kv_bytes + current.nbytes)
             if logits is None:
                 return
             if self._after_prompt is not None:
-                self._after_prompt(reading.index, reading.cache)
-            reading.end_prompt()
-            self._reading = None
-            if not reading.add(reading.choice.choose(logits)):
-                self._next = reading
+                self._after_prompt(current.index, current.cache)
+            current.end_prompt()
+            self._prefilling = None
+            if not current.add(current.sampler.next_token(logits)):
+                self._next = current
                 return
-            answer = self._answer_of(reading)
+            answer = self._answer_of(current)
         except torch.OutOfMemoryError as error:
-            if self._limits.on_oom == "raise":
+            if not self._handled:
                 raise
             is_out_of_memory = True
-            answer = reading.failed(torch.OutOfMemoryError(str(error)))
+            answer = current.failed(torch.OutOfMemoryError(str(error)))
         except Exception as error:
-            answer = reading.failed(error)
-        self._reading = None
+            answer = current.failed(error)
+        self._prefilling = None
         # After the `except`, whose traceback keeps the failed pass's memory alive.
         if is_out_of_memory and self._make_room():
-            self._again.appendleft((reading.index, reading.request))
+            self._again.appendleft((current.index, current.request))
             return
         yield answer
 
@@ -196,10 +198,10 @@ class InFlight:
             return
         running, cache = self._next, self._next.cache
         if self._cache is None:
-            self._cache, config = SlotCache(cache, self._is_fixed), running.choice.config
-            if self._writer.model._valid_auto_compile_criteria({CACHE: self._cache}, config):
-                self._call = self._writer.model.get_compiled_call(config.compile_config)
-        room = running.choice.room - 1
+            self._cache, config = SlotCache(cache, self._is_fixed), running.sampler.config
+            if self._connected.model._valid_auto_compile_criteria({CACHE: self._cache}, config):
+                self._call = self._connected.model.get_compiled_call(config.compile_config)
+        room = running.sampler.room - 1
         if not running.sizes:
             running.sizes = self._cache.sizes_for(cache, room)
         sizes = [max(pair) for pair in zip(running.sizes, self._cache.sizes, strict=True)]
@@ -213,9 +215,8 @@ class InFlight:
                 self._resize(slots, sizes)
             slot = next(slot for slot in range(slots) if slot not in self._running)
             self._cache.fill(slot, cache, room)
-        except torch.OutOfMemoryError:
-            if self._limits.on_oom == "raise":
-                raise
+        except self._handled:
+            pass
         else:
             running.cache, self._next = None, None
             self._running[slot] = running
@@ -245,9 +246,7 @@ class InFlight:
         """Feed every running request's latest token; yield the finished answers."""
         try:
             chosen, logits = self._feed()
-        except torch.OutOfMemoryError:
-            if self._limits.on_oom == "raise":
-                raise
+        except self._handled:
             chosen = None
         if chosen is None:
             self._cache.take_back()
@@ -258,8 +257,8 @@ class InFlight:
         for slot, running in list(self._running.items()):
             running.position += 1
             try:
-                choice = running.choice
-                token = chosen[slot] if choice.is_greedy else choice.choose(logits[slot])
+                sampler = running.sampler
+                token = chosen[slot] if sampler.is_greedy else sampler.next_token(logits[slot])
                 if not running.add(token):
                     continue
                 done.append(self._answer_of(running))
@@ -274,8 +273,8 @@ class InFlight:
         vocabulary)."""
         ids, positions = [0] * self.slots, [0] * self.slots
         for slot, running in self._running.items():
-            ids[slot], positions[slot] = running.choice.tokens[-1], running.position
-        device = device_of(self._writer.model)
+            ids[slot], positions[slot] = running.sampler.tokens[-1], running.position
+        device = device_of(self._connected.model)
         output = self._call(
             input_ids=on_device(ids, device)[:, None],
             position_ids=on_device(positions, device)[:, None],
@@ -288,17 +287,14 @@ class InFlight:
         self._cache.end_step()
         return chosen, logits
 
-    def _answer_of(self, complete: UnderWay) -> Answer:
-        self._answered_tokens += len(complete.choice.tokens)
+    def _answer_of(self, complete: RequestState) -> Answer:
+        self._answered_tokens += len(complete.sampler.tokens)
         return complete.answer()
 
     def _evict(self) -> Iterator[Answer]:
         while self._running:
-            try:
+            with suppress(*self._handled):
                 return self._cache.evict()
-            except torch.OutOfMemoryError:
-                if self._limits.on_oom == "raise":
-                    raise
             yield from self._shrink()
 
     def _free(self, slot: int) -> None:
@@ -313,7 +309,7 @@ class InFlight:
         size = self._cache.nbytes_for(running.sizes)
         error = KVCompressError(
             f"one slot takes {size / 2**30:.3g} GB for this request, with room for max_new_tokens="
-            f"{running.choice.room}, which is more than kv_gb={self._limits.kv_gb:.3g}"
+            f"{running.sampler.room}, which is more than kv_gb={self._limits.kv_gb:.3g}"
         )
         return running.failed(error)
 
@@ -330,15 +326,15 @@ class InFlight:
         """Halve the slots; return False if there is nothing left to give up.
 
         The newest requests lose their slots. They and the prompt being prefilled start again later."""
-        was_reading = self._reading is not None
-        if was_reading:
-            self._again.appendleft((self._reading.index, self._reading.request))
-            self._reading = None
+        was_prefilling = self._prefilling is not None
+        if was_prefilling:
+            self._again.appendleft((self._prefilling.index, self._prefilling.request))
+            self._prefilling = None
         if self.slots < 2:
             has_slot = self._cache is not None and not self._running
             if has_slot:
                 self._peak_kv_bytes, self._cache = self.peak_kv_bytes, None
-            return has_slot or was_reading
+            return has_slot or was_prefilling
         self._most, self.halved = self.slots // 2, self.halved + 1
         for slot, running in reversed(list(self._running.items())[self._most :]):
             self._free(slot)

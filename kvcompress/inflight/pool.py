@@ -9,8 +9,6 @@ each segment.
   to the segments in place.
 """
 
-from collections.abc import Iterable
-
 import torch
 
 from ..device import on_device
@@ -32,7 +30,7 @@ class SlotPool:
 
     decodes_in_place = False
 
-    def __init__(self, like: Kept, slots: int, rows: int, is_fixed: bool = False, knows_columns: bool = False):
+    def __init__(self, like: Kept, slots: int, rows: int, is_fixed: bool, knows_columns: bool):
         self.slots, self.rows, self.is_fixed = slots, rows, is_fixed
         self.heads, device = like.keys.shape[1], like.keys.device
         # Attention multiplies invisible values by zero, so they must be finite.
@@ -131,10 +129,6 @@ class SlotPool:
         for slot, placed in self._placed.items():
             self.lengths[slot] = on_device(placed, self.lengths.device) + steps
 
-    def counts(self, slots: Iterable[int]) -> list[list[int]]:
-        """Return the entries of each head of these slots."""
-        return [[placed + self.steps for placed in self._placed[slot]] for slot in slots]
-
     @property
     def longest(self) -> int:
         """Number of entries of the longest head."""
@@ -158,21 +152,22 @@ class SlotPool:
 
     def kept(self, slots: list[int]) -> Kept:
         """Return the entries of these slots, one row each, aligned to the right; columns only if they are kept."""
+        held = [[placed + self.steps for placed in self._placed[slot]] for slot in slots]
         at = on_device(slots, self.starts.device)
         lengths = self.lengths[at]
-        most = max(max(self._placed[slot]) for slot in slots) + self.steps
+        most = max(map(max, held))
         place = self._places[:most] - (most - lengths)[..., None]
         rows = self.starts[at][..., None] + place.clamp(min=0)
         columns = place if self.columns is None else self.columns[rows].long()
         sums = None if self.sums is None else self.sums[rows]
-        return Kept(self.keys[rows], self.values[rows], columns.masked_fill(place < 0, -1), sums)
+        return Kept(self.keys[rows], self.values[rows], columns.masked_fill(place < 0, -1), sums, held=held)
 
     def resized(self, slots: int, rows: int, moves: dict[int, int]) -> "SlotPool":
         """Return a pool of the same kind whose slot `moves[slot]` has the contents of `slot`."""
-        held = self.kept(list(moves))
-        pool = type(self)(held, slots, rows, self.is_fixed, self.columns is not None)
+        kept = self.kept(list(moves))
+        pool = type(self)(kept, slots, rows, self.is_fixed, self.columns is not None)
         pool.steps = self.steps
-        pool.place(list(moves.values()), held, self.counts(moves), room=0)
+        pool.place(list(moves.values()), kept, kept.held, room=0)
         return pool
 
     @property
@@ -186,7 +181,7 @@ class RaggedSlotPool(SlotPool):
 
     decodes_in_place = True
 
-    def __init__(self, like: Kept, slots: int, rows: int, is_fixed: bool = False, knows_columns: bool = False):
+    def __init__(self, like: Kept, slots: int, rows: int, is_fixed: bool, knows_columns: bool):
         super().__init__(like, slots, rows, is_fixed, knows_columns)
         even = rows // self.heads
         self._ends = [[even * (head + 1) for head in range(self.heads - 1)] + [rows] for _ in range(slots)]

@@ -1,4 +1,4 @@
-"""A request, the choice of its tokens, and its answer."""
+"""A request, the sampling of its tokens, and its answer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -77,7 +77,7 @@ class Answer:
     realised_ratios: list[float] = field(default_factory=list)
 
 
-class TokenChoice:
+class TokenSampler:
     """Chooses one request's tokens and decides when it ends, with transformers' own processors and criteria.
 
     Attributes:
@@ -120,7 +120,7 @@ class TokenChoice:
         self._on_tokens, seed = request.on_tokens, request.seed
         self._generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
 
-    def choose(self, logits: torch.Tensor) -> int:
+    def next_token(self, logits: torch.Tensor) -> int:
         """Choose the next token from logits (vocabulary,)."""
         scores = self._processors(self._ids, logits[None].to(torch.float32, copy=True))
         if not self._samples:
@@ -141,17 +141,17 @@ class TokenChoice:
 
 def prepare(
     model: PreTrainedModel, request: Request, options: Mapping[str, Any], cache: CompressedCache
-) -> tuple[dict[str, Any], TokenChoice]:
+) -> tuple[dict[str, Any], TokenSampler]:
     """Return the inputs of a prompt's first forward pass, as `generate` prepares them, and how tokens are chosen.
 
     Args:
         options: options of `generate` for all requests.
         cache: an empty cache for the prompt.
     """
-    found: list[tuple[dict[str, Any], TokenChoice]] = []
+    found: list[tuple[dict[str, Any], TokenSampler]] = []
 
     def first_step(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        choice = TokenChoice(input_ids, logits_processor, stopping_criteria, generation_config, request)
+        sampler = TokenSampler(input_ids, logits_processor, stopping_criteria, generation_config, request)
         if len(input_ids) != 1:
             raise KVCompressError(
                 f"a request has a batch of {len(input_ids)}: pass each sequence as a request of its own"
@@ -159,10 +159,10 @@ def prepare(
         mask = kwargs.get("attention_mask")
         if mask is not None and not mask.all():
             raise KVCompressError("a request has pads: pass each prompt without padding")
-        if choice.room < 1:
-            raise KVCompressError(f"there is no room for a new token: max_new_tokens={choice.room}")
+        if sampler.room < 1:
+            raise KVCompressError(f"there is no room for a new token: max_new_tokens={sampler.room}")
         inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
-        found.append((inputs, choice))
+        found.append((inputs, sampler))
         return input_ids
 
     device = device_of(model)

@@ -9,7 +9,7 @@ import torch
 
 from ..cache_name import MODULES_STORE
 from ..device import on_device
-from ..hooks.attention import base_attention, has_plain_weights, one_query_per_head
+from ..hooks.attention import has_plain_weights, one_query_per_head, run_base
 
 if TYPE_CHECKING:
     from .pages import CompressedPagedCache
@@ -29,7 +29,7 @@ class OwnEntries:
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "OwnEntries":
-        """Create it for requests with these numbers of entries, one after the other."""
+        """Create it for requests with these numbers of entries, stored consecutively."""
         first = on_device([0, *accumulate(lengths)][:-1], device)[:, None]
         place, length = torch.arange(max(lengths), device=device), on_device(lengths, device)[:, None]
         return cls(first + place.minimum(length - 1), (place < length)[:, None, None])
@@ -49,8 +49,10 @@ def paged_attention(
     """transformers' attention contract; `query` is (1, heads, tokens, head_dim), with the tokens of all requests of the
     batch."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    listener = getattr(cache, "listener", None)
-    own = None if listener is None or base != "sdpa" or not has_plain_weights(kwargs) else listener.own_entries(module)
+    compressor = getattr(cache, "compressor", None)
+    own = None
+    if compressor is not None and base == "sdpa" and has_plain_weights(kwargs):
+        own = compressor.own_entries(module)
     if own is not None:
         result = attend_to_own(module, query, key, value, scaling, cache, own, kwargs), None
     else:
@@ -58,10 +60,9 @@ def paged_attention(
             key, value = cache.store(key, value, module.layer_idx, kwargs)
         elif not MODULES_STORE:
             kwargs["cache"] = cache
-        attend = base_attention(base, module)
-        result = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    if listener is not None:
-        listener.after_attention(module, query, scaling)
+        result = run_base(base, module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if compressor is not None:
+        compressor.after_attention(module, query, scaling)
     return result
 
 

@@ -99,13 +99,13 @@ class PagedRequest:
         return twin
 
 
-class Listener(Protocol):
+class Compressor(Protocol):
     """Compresses the entries in the pages."""
 
-    adopted: "weakref.ref[CompressedPagedCache]"  # a manager that stops frees its pages, whoever knows the listener
+    adopted: "weakref.ref[CompressedPagedCache]"  # a manager that stops frees its pages, whoever knows the compressor
     shares_prefixes: bool  # whether `resume` is to be called
 
-    def meet(self, state: RequestState) -> PagedRequest:
+    def register(self, state: RequestState) -> PagedRequest:
         """Return the request that is about to get its first pages."""
 
     def resume(self, state: RequestState) -> int:
@@ -179,7 +179,7 @@ class CompressedPages(FullAttentionCacheAllocator):
 class CompressedPagedCache(PagedAttentionCache):
     """A paged cache that registers each request before its first pages."""
 
-    listener: Listener
+    compressor: Compressor
     pages: CompressedPages
     scheduler: Scheduler
 
@@ -187,7 +187,7 @@ class CompressedPagedCache(PagedAttentionCache):
         known = self.pages.requests.get(state.request_id)
         is_new = known is None or known.prompt is not state.initial_tokens  # ids may be reused
         if is_new and state.request_id not in self.pages.block_table:
-            self.pages.requests[state.request_id] = self.listener.meet(state)
+            self.pages.requests[state.request_id] = self.compressor.register(state)
         # All tokens that may follow: layers with a sliding window reserve pages for them, up to the window.
         answer = ENDLESS if state.max_new_tokens is None else state.max_new_tokens
         to_come = len(state.initial_tokens) + answer - state.current_len()
@@ -205,7 +205,7 @@ class CompressedPagedCache(PagedAttentionCache):
     store = PagedAttentionCache.update
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        return self.listener.resume(self.scheduler.waiting_requests[request_id])
+        return self.compressor.resume(self.scheduler.waiting_requests[request_id])
 
     def count_new_complete_blocks(self, state: RequestState, request_len: int) -> dict[str, int]:
         return {}  # no page is shared: its entries are copied
@@ -224,16 +224,18 @@ class CompressedIOs(ContinuousBatchingIOs):
         kwargs["max_kv_read"] = max(reads)
         pages.announce(requests_in_batch)
         super().prepare_batch_tensors(requests_in_batch, **kwargs)
-        self.cache.listener.plan(requests_in_batch)
+        self.cache.compressor.plan(requests_in_batch)
 
 
-def adopt(cache: PagedAttentionCache, inputs: ContinuousBatchingIOs, scheduler: Scheduler, listener: Listener) -> None:
+def adopt(
+    cache: PagedAttentionCache, inputs: ContinuousBatchingIOs, scheduler: Scheduler, compressor: Compressor
+) -> None:
     """Convert an empty cache and its inputs to the classes for compressed requests."""
     pages = cache.cache_allocators[FULL_ATTENTION]
     pages.__class__, cache.__class__, inputs.__class__ = CompressedPages, CompressedPagedCache, CompressedIOs
-    pages.requests, cache.pages, cache.listener, cache.scheduler = {}, pages, listener, scheduler
-    listener.adopted = weakref.ref(cache)
-    cache.use_prefix_sharing = listener.shares_prefixes
+    pages.requests, cache.pages, cache.compressor, cache.scheduler = {}, pages, compressor, scheduler
+    compressor.adopted = weakref.ref(cache)
+    cache.use_prefix_sharing = compressor.shares_prefixes
     # The scheduler would count tokens as entries that are read, and hold requests back. The entries read are in the
     # requests' own pages, whose number bounds them.
     cache.read_cache_limit = 0

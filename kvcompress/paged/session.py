@@ -124,7 +124,7 @@ class PagedSession:
     ):
         self.model, self.policy, self._prefix_cache = model, policy, prefix_cache
         self._decoder, self._config, self._pages = decoder, decoder.config, pages
-        self._eviction: Any = None  # that of the latest manager
+        self._compressor: Any = None  # that of the latest manager
         self._managers: list[Any] = []
         self._hooks = ExitStack()
         self._undo = ExitStack()  # undone on leaving the context
@@ -132,12 +132,12 @@ class PagedSession:
     @property
     def peak_pages(self) -> int:
         """The most pages per layer that requests had at once in the latest manager; 0 before the first step."""
-        return 0 if self._eviction is None else self._eviction.peak_pages
+        return 0 if self._compressor is None else self._compressor.peak_pages
 
     @property
     def pages_in_use(self) -> int:
         """Pages per layer that requests have now in the latest manager; 0 once it has stopped."""
-        pages = None if self._eviction is None else self._eviction.pages
+        pages = None if self._compressor is None else self._compressor.pages
         return 0 if pages is None else pages.pages_in_use
 
     def __enter__(self) -> "PagedSession":
@@ -202,17 +202,17 @@ class PagedSession:
         processor = create()
         cache = processor.cache
         if not isinstance(cache, self._pages.CompressedPagedCache):
-            from .eviction import Eviction
+            from .compressor import PagedCompressor
 
             prefixes = self._prefix_cache
             if prefixes is not None:
                 prefixes = prefixes.of_requests(self._decoder, self._base, self.policy.watches_rotary)
-            eviction = Eviction(self.policy, self.model.config, prefixes)
-            self._pages.adopt(cache, processor.inputs_and_outputs, processor.scheduler, eviction)
-            self._eviction = eviction
+            compressor = PagedCompressor(self.policy, self.model.config, prefixes)
+            self._pages.adopt(cache, processor.inputs_and_outputs, processor.scheduler, compressor)
+            self._compressor = compressor
             self._hooks.close()  # of the manager before
             if self.policy.watches_rotary:
-                for hook in watch_rotary(self._decoder, eviction.rotate):
+                for hook in watch_rotary(self._decoder, compressor.rotate):
                     self._hooks.callback(hook.remove)
         self._connect()
         return processor

@@ -76,6 +76,23 @@ def _stores_once(policy: Policy) -> bool:
     return policy.engine.cache_implementation not in ("dynamic", "offloaded")
 
 
+def _measures_layers(policy: Policy) -> bool:
+    return policy.layer_budget.is_measured
+
+
+def _protects_prompt(policy: Policy) -> bool:
+    return policy.protect is not None and policy.protect.whole_prompt
+
+
+def _drops_tokens(policy: Policy) -> bool:
+    return policy.tokens is not None
+
+
+def _cluster(attribute: str) -> Callable[[Policy], bool]:
+    """Return a predicate: whether this attribute of the policy's cluster is set."""
+    return lambda policy: bool(getattr(policy.cluster, attribute))
+
+
 CONFLICTS = (
     Conflict(SCORER, "method", "it chooses by more than scores", _chooses_by_more_than_scores),
     Conflict(
@@ -88,7 +105,7 @@ CONFLICTS = (
         MEASURED,
         "method",
         "it chooses in each layer at once, and budgets are known only after the last",
-        lambda policy: policy.layer_budget.is_measured and _overrides(type(policy.cluster), "update_kv"),
+        lambda policy: _measures_layers(policy) and _overrides(type(policy.cluster), "update_kv"),
     ),
     Conflict(
         HIDDEN_STATES,
@@ -96,7 +113,7 @@ CONFLICTS = (
         "it looks at queries",
         lambda policy: policy.cluster.reads_hidden and policy.layer_budget.asks_queries,
     ),
-    Conflict(BIASES, "positions", "a rotation has no channel for it", lambda policy: policy.moves_keys),
+    Conflict(BIASES, "positions", "a rotation has no channel for it"),
     Conflict(BIASES, "merge", "values are fitted already", lambda policy: policy.chosen("merge") != "none"),
     Conflict(
         BIASES,
@@ -105,11 +122,11 @@ CONFLICTS = (
         lambda policy: policy.engine.cache_implementation in ("quantized", "think"),
     ),
     Conflict(DECODE_EVICTION, "cache_implementation", STORED_ONCE, _stores_once),
-    Conflict(DECODE_EVICTION, "method", FITTED, lambda policy: policy.cluster.biases_keys),
+    Conflict(DECODE_EVICTION, "method", FITTED, _cluster("biases_keys")),
     # Keys that were noted before they moved would undo a merge, or would be taken for the method's own note.
     Conflict(MOVED_KEYS, "merge", "keys move", lambda policy: policy.chosen("merge") != "none"),
     Conflict(MOVED_KEYS, "method", "it takes notes of keys", lambda policy: _overrides(type(policy.cluster), "note")),
-    Conflict(MOVED_KEYS, "method", "it uses future queries", lambda policy: policy.cluster.uses_future_positions),
+    Conflict(MOVED_KEYS, "method", "it uses future queries", _cluster("uses_future_positions")),
     Conflict(PREFILL_CHUNK, "cache_implementation", STORED_ONCE, _stores_once),
     Conflict(PREFILL_CHUNK, "scope", "a chunk does not know where the question begins"),
     Conflict(PREFILL_CHUNK, "ratio_of", "a chunk does not know how many vision tokens follow"),
@@ -119,32 +136,17 @@ CONFLICTS = (
         "it chooses by the whole prompt",
         lambda policy: policy.cluster.whole_prompt or policy.cluster.second_pass,
     ),
-    Conflict(
-        PREFILL_CHUNK,
-        "layer_budget",
-        "it is measured in the whole prompt",
-        lambda policy: policy.layer_budget.is_measured,
-    ),
-    Conflict(
-        PREFILL_CHUNK,
-        "protect",
-        "a chunk does not know what will be kept of the prompt",
-        lambda policy: policy.protect is not None and policy.protect.whole_prompt,
-    ),
-    Conflict(PREFILL_CHUNK, "positions", "it moves the keys of one prompt", lambda policy: policy.moves_keys),
+    Conflict(PREFILL_CHUNK, "layer_budget", "it is measured in the whole prompt", _measures_layers),
+    Conflict(PREFILL_CHUNK, "protect", "a chunk does not know what will be kept of the prompt", _protects_prompt),
+    Conflict(PREFILL_CHUNK, "positions", "it moves the keys of one prompt"),
     Conflict(
         CONTEXT_FIRST,
         "method",
         "it answers the whole prompt before it chooses",
         lambda policy: policy.cluster.second_pass == "answer",
     ),
-    Conflict(CONTEXT_FIRST, "positions", "it moves the keys of one prompt", lambda policy: policy.moves_keys),
-    Conflict(
-        CONTEXT_FIRST,
-        "protect",
-        "the context does not know what will be kept of the question",
-        lambda policy: policy.protect is not None and policy.protect.whole_prompt,
-    ),
+    Conflict(CONTEXT_FIRST, "positions", "it moves the keys of one prompt"),
+    Conflict(CONTEXT_FIRST, "protect", "the context does not know what will be kept of the question", _protects_prompt),
     Conflict(
         FAIR, "method", "it chooses by more than scores", lambda policy: _overrides(type(policy.cluster), *CHOICE)
     ),
@@ -173,9 +175,7 @@ CONFLICTS = (
         "it compares heads of several processes",
         lambda policy: policy.head_budget != "uniform",
     ),
-    Conflict(
-        TENSOR_PARALLEL, "layer_budget", "it is measured over all heads", lambda policy: policy.layer_budget.is_measured
-    ),
+    Conflict(TENSOR_PARALLEL, "layer_budget", "it is measured over all heads", _measures_layers),
     Conflict(
         TENSOR_PARALLEL,
         "merge",
@@ -183,19 +183,13 @@ CONFLICTS = (
         lambda policy: policy.chosen("merge") in ("cam", "weighted", "meda"),
     ),
     Conflict(PAGES, "method", "it compresses nothing", lambda policy: policy.method == "full"),
-    Conflict(
-        PAGES, "method", "it drops vision tokens, but requests are text", lambda policy: policy.tokens is not None
-    ),
+    Conflict(PAGES, "method", "it drops vision tokens, but requests are text", _drops_tokens),
     Conflict(PAGES, "head_budget", SHARED_TABLE, lambda policy: policy.head_budget in ADAPTIVE),
     Conflict(PAGES, "layer_budget", SHARED_TABLE, lambda policy: policy.chosen("layer_budget") != "uniform"),
-    Conflict(
-        PAGES, "method", "it reads the prompt twice, and the scheduler once", lambda policy: policy.cluster.second_pass
-    ),
-    Conflict(
-        PAGES, "method", "it reads hidden states, which pages never see", lambda policy: policy.cluster.reads_hidden
-    ),
-    Conflict(PAGES, "positions", "keys would have to be rotated again", lambda policy: policy.moves_keys),
-    Conflict(PAGES, "method", "pages have no channel for the bias of a key", lambda policy: policy.cluster.biases_keys),
+    Conflict(PAGES, "method", "it reads the prompt twice, and the scheduler once", _cluster("second_pass")),
+    Conflict(PAGES, "method", "it reads hidden states, which pages never see", _cluster("reads_hidden")),
+    Conflict(PAGES, "positions", "keys would have to be rotated again"),
+    Conflict(PAGES, "method", "pages have no channel for the bias of a key", _cluster("biases_keys")),
     Conflict(PAGES, "scope", "a request does not say where its question begins"),
     Conflict(PAGES, "ratio_of", "requests are text"),
     Conflict(PAGES, "protect", "pages are planned without a prompt's protected tokens"),
@@ -204,12 +198,7 @@ CONFLICTS = (
     Conflict(PAGES, "first_token", "the scheduler feeds no token twice"),
     Conflict(PAGES, "prefill_chunk", "the scheduler chooses the chunks"),
     Conflict(PAGES, "cache_implementation", "the pages are the storage"),
-    Conflict(
-        SPEECH,
-        "method",
-        "it drops tokens of the prompt, and the talker reads all of them",
-        lambda policy: policy.tokens is not None,
-    ),
+    Conflict(SPEECH, "method", "it drops tokens of the prompt, and the talker reads all of them", _drops_tokens),
     Conflict(SPEECH, "first_token", "the talker reads the prefill's hidden states"),
     Conflict(SPEECH, "prefill_chunk", "the talker reads the hidden states of all chunks"),
 )

@@ -1,5 +1,6 @@
 """Make a policy of what a user asks for: check and combine the method's options and the engine's."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import get_args
 
@@ -44,22 +45,10 @@ def make_policy(
     for name in options:
         if name not in valid:
             raise unknown_name(f"method {info.name!r} has no option", name, valid, untyped(info.cls, name))
-    preset = options.pop("preset", None)
-    if preset is not None:
-        preset = str(preset)  # a command line reads 192 as a number
-        if preset not in info.presets:
-            raise unknown_name(f"method {info.name!r} has no preset", preset, info.presets)
-        published = dict(info.presets[preset])
-        for name in published:
-            if name not in (valid.keys() | {"ratio", "budget"}):
-                raise unknown_name(f"preset {preset!r} of method {info.name!r} sets no option", name, valid)
-        size = {name: published.pop(name) for name in ("ratio", "budget") if name in published}
-        is_resized = bool(size) and not (ratio is None and budget is None)
-        if size and not is_resized:
-            ratio, budget = size.get("ratio"), size.get("budget")
-        if is_resized or "decode_ratio" in options:  # the preset's decode budget goes with its own size
-            published.pop("decode_budget", None)
-        options = {**published, **options}
+    if (preset := options.pop("preset", None)) is not None:
+        ratio, budget, options = _with_preset(
+            str(preset), info, valid, ratio, budget, options
+        )  # 192 is given as a number
     scored_by = info if scorer is None else method_info(scorer)
     if scored_by is not info and issubclass(scored_by.cls, TokenMethod):
         raise KVCompressError(f"method {scored_by.name!r} cannot be a scorer: it drops tokens before they are cached")
@@ -101,6 +90,25 @@ def make_policy(
         check_conflicts(policy, CONTEXT_FIRST)
     _check_storage(engine, [name for name in STORAGE_OPTIONS if getattr(engine, name) != getattr(Engine, name)])
     return policy
+
+
+def _with_preset(
+    preset: str, info: MethodInfo, valid: Iterable[str], ratio: float | None, budget: int | None, options: dict
+) -> tuple[float | None, int | None, dict[str, object]]:
+    """Return the ratio, the budget and the options, completed by those that a preset publishes."""
+    if preset not in info.presets:
+        raise unknown_name(f"method {info.name!r} has no preset", preset, info.presets)
+    published = dict(info.presets[preset])
+    size = {name: published.pop(name) for name in ("ratio", "budget") if name in published}
+    for name in published:
+        if name not in valid:
+            raise unknown_name(f"preset {preset!r} of method {info.name!r} sets no option", name, valid)
+    is_resized = bool(size) and not (ratio is None and budget is None)
+    if size and not is_resized:
+        ratio, budget = size.get("ratio"), size.get("budget")
+    if is_resized or "decode_ratio" in options:  # the preset's decode budget goes with its own size
+        published.pop("decode_budget", None)
+    return ratio, budget, {**published, **options}
 
 
 def _check_storage(engine: Engine, given: list[str]) -> None:

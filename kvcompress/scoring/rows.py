@@ -43,25 +43,25 @@ def scores_of(
             f"{type(view.settings.cluster).__name__} mixes KV heads, which here hold different numbers of entries: its "
             "score must handle pads and be marked with kvcompress.handles_padding"
         )
-    unheard = _unheard(queries, len(keys))
-    groups = {(first, mute) for row, mute in zip(pads.tolist(), unheard, strict=True) for first in row}
+    query_pads = _query_pads(queries, len(keys))
+    groups = {(first, skipped) for row, skipped in zip(pads.tolist(), query_pads, strict=True) for first in row}
     scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
-    mutes = on_device(unheard, keys.device)[:, None]
-    for first, mute in sorted(groups):
+    skips = on_device(query_pads, keys.device)[:, None]
+    for first, skipped in sorted(groups):
         if first == keys.shape[2]:
             continue
-        wanted = (pads == first) & (mutes == mute)
+        wanted = (pads == first) & (skips == skipped)
         rows = wanted.any(1).nonzero()[:, 0]
         asking = queries
         if queries is not None:  # a prompt's queries have the keys' columns
-            asking = queries[rows][:, :, mute if view.is_decoding else first :]
+            asking = queries[rows][:, :, skipped if view.is_decoding else first :]
         part = (asking, keys[rows][:, :, first:], values[rows][:, :, first:])
         found = _asked(score, *part, view.rows(rows, first, keys.shape[2]))
         scores[rows, :, first:] = torch.where(wanted[rows][..., None], found, scores[rows, :, first:])
     return scores
 
 
-def _unheard(queries: torch.Tensor | None, rows: int) -> list[int]:
+def _query_pads(queries: torch.Tensor | None, rows: int) -> list[int]:
     """Return how many of each row's remembered queries, the first ones, are pads (see `Choice.latest`)."""
     if queries is None or not bool((pads := queries[:, 0, :, 0].isnan()).any()):
         return [0] * rows

@@ -74,14 +74,14 @@ def _grid_sizes(config: "PreTrainedConfig", video_grid_thw: torch.Tensor) -> lis
     return [(frames, height * width // merged) for frames, height, width in video_grid_thw.tolist()]
 
 
-def observer_queries(view: LayerView, keys: torch.Tensor, fallback: int = RECENT_QUERIES) -> torch.Tensor:
+def observer_queries(view: LayerView, keys: torch.Tensor) -> torch.Tensor:
     """Return the queries that ask about the images, those after each row's last vision token: bool (batch, columns).
 
-    In a row without vision tokens, or without tokens after the last one, the last `fallback` real tokens observe;
+    In a row without vision tokens, or without tokens after the last one, the last `RECENT_QUERIES` real tokens observe;
     likewise in every row if vision tokens are unknown. `keys` is (batch, kv_heads, columns, head_dim).
     """
     columns = keys.shape[2]
-    first = columns - on_device(view.lengths, keys.device).clamp(max=fallback)
+    first = columns - on_device(view.lengths, keys.device).clamp(max=RECENT_QUERIES)
     if view.vision is not None:
         behind = view.vision.flip(1).int().argmax(1)  # columns after the last vision token
         first = torch.where(view.vision.any(1) & (behind > 0), columns - behind, first)

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 
 from ..device import on_device
 
+BLOCK = 128  # queries whose weights are in memory at a time
+
 
 def pad_columns(padding: torch.Tensor, columns: int) -> torch.Tensor:
     """Return bool (batch, 1 or kv_heads, columns), True at pad columns."""
@@ -104,18 +106,17 @@ def attention_blocks(
     scaling: float,
     padding: torch.Tensor | None = None,
     first: int = 0,
-    block: int = 128,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield a prompt's causal attention weights from query column `first` on, one block of queries at a time.
 
-    For scores that need all queries. Memory holds `block` rows.
+    For scores that need all queries. Memory holds `BLOCK` rows.
 
     Yields:
         the block's query columns, and their weights (batch, kv_heads, groups, rows, keys) in fp32 over the keys up to
         the block's end (later keys are not visible); rows of pad queries are zero.
     """
-    for start in range(first, keys.shape[2], block):
-        end = min(start + block, keys.shape[2])
+    for start in range(first, keys.shape[2], BLOCK):
+        end = min(start + BLOCK, keys.shape[2])
         yield slice(start, end), window_attention(queries[:, :, :end], keys[:, :, :end], end - start, scaling, padding)
 
 

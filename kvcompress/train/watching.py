@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ..errors import KVCompressError
-from ..hooks.attention import base_attention, has_plain_weights
+from ..hooks.attention import has_plain_weights, run_base
 from ..hooks.hidden_states import attention_layers
 from ..hooks.replacement import Replacement
 
@@ -30,7 +30,7 @@ def attention_by(decoder: PreTrainedModel, function: Attend) -> Iterator[None]:
             raise KVCompressError(
                 f"training needs plain attention weights, but a {type(module).__name__} caps or shifts its own"
             )
-        return function(base_attention(base, module), module, *args, **kwargs)
+        return function(partial(run_base, base), module, *args, **kwargs)
 
     AttentionInterface.register(NAME, call)
     if base in ALL_MASK_ATTENTION_FUNCTIONS:

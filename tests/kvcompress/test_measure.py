@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 import kvcompress
-from kvcompress import measure
+from kvcompress import device, measure
 from kvcompress.device import peak_memory, reset_peak_memory
 from tests.support.families import FAMILIES, IMAGE
 
@@ -58,7 +58,8 @@ def test_time_is_split_at_the_first_token_and_read_when_the_device_is_done(monke
         return nbytes.fget(cache)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(measure, "synchronise", wait)
+    for module in (device, measure):
+        monkeypatch.setattr(module, "synchronise", wait)
     monkeypatch.setattr(kvcompress.CompressedCache, "nbytes", property(counted))
     with MODEL.register_forward_hook(lambda *_, **k: work.append(0.05 if now[0] == 100.0 else 0.02)):
         _, _, result, _ = measured(new=4)

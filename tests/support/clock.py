@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvcompress import device
 from kvcompress.bench import standalone
 
 
@@ -45,7 +46,7 @@ def synchronised_reads(*modules: ModuleType) -> Iterator[list[str]]:
         return read()
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in modules:
+        for module in (device, *modules):
             patch.setattr(module, "synchronise", synchronise)
         patch.setattr(time, "perf_counter", perf_counter)
         patch.setitem(standalone.CLOCKS, "wall", perf_counter)

@@ -53,14 +53,16 @@ class Storage(ABC):
     def prefetch(self) -> None:  # noqa: B027, most storages have nothing to do
         """Prepare for a `read` soon."""
 
-    @abstractmethod
     def tensors(self) -> list[torch.Tensor]:
-        """Return all buffers, for counting bytes."""
+        """Return all buffers, those of storages inside included, for counting bytes."""
+        own = [part for part in vars(self).values() if isinstance(part, torch.Tensor)]
+        inside = [part for part in vars(self).values() if isinstance(part, Storage)]
+        return own + [tensor for storage in inside for tensor in storage.tensors()]
 
     @property
-    @abstractmethod
     def room_nbytes(self) -> int:
         """Bytes of the buffers that are reserved for new tokens."""
+        return sum(part.room_nbytes for part in vars(self).values() if isinstance(part, Storage))
 
     def extend(self, kept: Kept, first: int) -> None:
         """Append another compressed prompt, whose columns start at `first` (if `is_final`)."""
@@ -98,9 +100,16 @@ class Storage(ABC):
         return made
 
     def fork(self) -> "Storage":
-        """Return a storage that shares the present entries and can be appended to without changing this one."""
+        """Return a storage that shares the present entries and can be appended to without changing this one.
+
+        Storages inside are forked, and lists are copied."""
         twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
+        vars(twin).update(vars(self))
+        for name, part in vars(self).items():
+            if isinstance(part, list):
+                setattr(twin, name, list(part))
+            elif isinstance(part, Storage):
+                setattr(twin, name, part.fork())
         return twin
 
 
@@ -114,6 +123,22 @@ def roomy(states: torch.Tensor, capacity: int) -> torch.Tensor:
     buffer = lasting(states.new_empty, (*states.shape[:2], capacity, states.shape[3]))
     buffer[:, :, : states.shape[2]] = states
     return buffer
+
+
+def columns_of(storage: Storage, keys: torch.Tensor, seen: int) -> torch.Tensor:
+    """Return `Storage.columns` of a storage whose `indices` are columns without appended tokens, or None for column =
+    slot. `keys` (batch, kv_heads, ...) are any of its keys."""
+    if storage.indices is None:
+        columns = torch.arange(storage.length, device=keys.device).expand(*keys.shape[:2], -1)
+    else:
+        columns = with_appended(storage.indices.long(), storage.appended, seen)
+    visible = storage.visible()
+    return columns if visible is None else columns.masked_fill(~visible, -1)
+
+
+def rows_of(part: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
+    """Return some rows of a tensor (batch, ...), if there is one."""
+    return None if part is None else part[rows]
 
 
 def with_appended(columns: torch.Tensor, new: int, seen: int) -> torch.Tensor:

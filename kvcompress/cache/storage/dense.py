@@ -2,7 +2,7 @@
 
 import torch
 
-from .base import Storage, roomy, spare, with_appended
+from .base import Storage, columns_of, roomy, rows_of, spare
 
 
 class DenseStorage(Storage):
@@ -43,8 +43,10 @@ class DenseStorage(Storage):
         self.values[:, :, begin : self.length] = values
 
     def claim(self, new: int) -> torch.Tensor:
-        """Room for `new` tokens that the caller writes: the row of the flat buffers (`segments`) from which on each KV
-        head of each row of the batch has its own, LongTensor (batch * kv_heads,)."""
+        """Reserve room for `new` tokens, which the caller writes.
+
+        Returns the row of the flat buffers (`segments`) at which the room of each KV head of each row of the batch
+        begins: LongTensor (batch * kv_heads,)."""
         begin, capacity = self._grown(new), self.keys.shape[2]
         rows = self.keys.shape[0] * self.keys.shape[1] * capacity
         return torch.arange(begin, rows, capacity, device=self.keys.device)
@@ -88,20 +90,11 @@ class DenseStorage(Storage):
         return ~torch.cat([self.pads, new], dim=1)[:, None]
 
     def columns(self, seen: int) -> torch.Tensor:
-        if self.indices is None:
-            columns = torch.arange(self.length, device=self.keys.device).expand(*self.keys.shape[:2], -1)
-        else:
-            columns = with_appended(self.indices.long(), self.appended, seen)
-        visible = self.visible()
-        return columns if visible is None else columns.masked_fill(~visible, -1)
+        return columns_of(self, self.keys, seen)
 
     def select(self, rows: torch.Tensor) -> None:
         self.keys, self.values = self.keys[rows], self.values[rows]
-        self.indices = None if self.indices is None else self.indices[rows]
-        self.pads = None if self.pads is None else self.pads[rows]
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [t for t in (self.keys, self.values, self.indices, self.pads) if t is not None]
+        self.indices, self.pads = rows_of(self.indices, rows), rows_of(self.pads, rows)
 
     @property
     def room_nbytes(self) -> int:

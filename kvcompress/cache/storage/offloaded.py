@@ -165,8 +165,7 @@ class OffloadedStorage(Storage):
 
     def fork(self) -> "OffloadedStorage":
         twin = super().fork()
-        twin._inner, twin.fetched = self.inner.fork(), None
-        twin.tail, twin._leaving = list(self.tail), None
+        twin.fetched = twin._leaving = None
         return twin
 
     def select(self, rows: torch.Tensor) -> None:
@@ -188,8 +187,4 @@ class OffloadedStorage(Storage):
         return made
 
     def tensors(self) -> list[torch.Tensor]:
-        return [*self._inner.tensors(), *(part for parts in self.tail for part in parts)]
-
-    @property
-    def room_nbytes(self) -> int:
-        return self._inner.room_nbytes
+        return [*super().tensors(), *(part for parts in self.tail for part in parts)]

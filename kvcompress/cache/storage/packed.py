@@ -14,8 +14,8 @@ from .store import store
 
 
 class PackedStorage(Storage):
-    """A dense or ragged storage, `inner`, of packed keys and values: bytes in place of numbers. An entry is packed when
-    it comes and never again."""
+    """A dense or ragged storage, `inner`, of packed keys and values: bytes in place of numbers. An entry is packed
+    once, when it is stored."""
 
     is_final = True
     inner: DenseStorage | RaggedStorage
@@ -55,15 +55,3 @@ class PackedStorage(Storage):
 
     def select(self, rows: torch.Tensor) -> None:
         self.inner.select(rows)
-
-    def fork(self) -> "PackedStorage":
-        twin = super().fork()
-        twin.inner = self.inner.fork()
-        return twin
-
-    def tensors(self) -> list[torch.Tensor]:
-        return self.inner.tensors()
-
-    @property
-    def room_nbytes(self) -> int:
-        return self.inner.room_nbytes

@@ -8,7 +8,7 @@ from ...kernels.grouped import grouped_decode, has_kernels
 from ...kernels.pieces import Pieces, pieces
 from ...kernels.quantization import Quantized, Quantizer
 from ...scoring.layer_view import Kept
-from .base import Storage, with_appended
+from .base import Storage, columns_of, rows_of
 from .dense import DenseStorage
 
 
@@ -44,8 +44,7 @@ class _Block:
         return (~self.unused).sum(2).cumsum(1)
 
     def select(self, rows: torch.Tensor) -> "_Block":
-        unused = None if self.unused is None else self.unused[rows]
-        return replace(self, rows=[self.rows[row] for row in rows.tolist()], unused=unused)
+        return replace(self, rows=[self.rows[row] for row in rows.tolist()], unused=rows_of(self.unused, rows))
 
     def tensors(self) -> list[torch.Tensor]:
         packed = [tensor for pair in self.rows for part in pair for tensor in part.tensors]
@@ -154,31 +153,15 @@ class QuantizedStorage(Storage):
         return ~torch.cat([self.unused, appended], dim=2)
 
     def columns(self, seen: int) -> torch.Tensor:
-        if self.indices is None:
-            keys = self.recent.keys
-            columns = torch.arange(self.length, device=keys.device).expand(*keys.shape[:2], -1)
-        else:
-            columns = with_appended(self.indices.long(), self.appended, seen)
-        return columns if self.unused is None else columns.masked_fill(~self.visible(), -1)
-
-    def fork(self) -> "QuantizedStorage":
-        twin = super().fork()
-        twin.blocks, twin.recent = list(self.blocks), self.recent.fork()
-        return twin
+        return columns_of(self, self.recent.keys, seen)
 
     def select(self, rows: torch.Tensor) -> None:
         self.blocks, self._pieces = [block.select(rows) for block in self.blocks], None
-        self.indices = None if self.indices is None else self.indices[rows]
-        self.unused = None if self.unused is None else self.unused[rows]
+        self.indices, self.unused = rows_of(self.indices, rows), rows_of(self.unused, rows)
         self.recent.select(rows)
 
     def tensors(self) -> list[torch.Tensor]:
-        own = [tensor for tensor in (self.indices, self.unused) if tensor is not None]
-        return [*(tensor for block in self.blocks for tensor in block.tensors()), *own, *self.recent.tensors()]
-
-    @property
-    def room_nbytes(self) -> int:
-        return self.recent.room_nbytes
+        return [*super().tensors(), *(tensor for block in self.blocks for tensor in block.tensors())]
 
 
 def _unused(indices: torch.Tensor) -> torch.Tensor | None:

@@ -189,9 +189,6 @@ class RaggedStorage(Storage):
         segment = torch.repeat_interleave(sizes.flatten(), output_size=len(packed))
         self._place(sizes, segment, self.keys[packed], self.values[packed], self.room)
 
-    def tensors(self) -> list[torch.Tensor]:
-        return [self.keys, self.values, self.indices, self.starts, self.lengths]
-
     @property
     def room_nbytes(self) -> int:
         spare_rows = self.room * self.starts.numel()

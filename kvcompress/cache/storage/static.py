@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from ...errors import KVCompressError
 from ...kernels.ragged_decode import has_triton
 from ...kernels.static_decode import static_decode
-from .base import Storage, lasting, roomy
+from .base import Storage, lasting, roomy, rows_of
 
 
 class StaticStorage(Storage):
@@ -118,7 +118,7 @@ class StaticStorage(Storage):
 
     def select(self, rows: torch.Tensor) -> None:
         self.keys, self.values, self.unused = self.keys[rows], self.values[rows], self.unused[rows]
-        self.indices = None if self.indices is None else self.indices[rows]
+        self.indices = rows_of(self.indices, rows)
         self._lay_out()
 
     def fork(self) -> "StaticStorage":
@@ -139,10 +139,6 @@ class StaticStorage(Storage):
         made.decodes_in_place = made.keys.device.type == "cuda" and has_triton()
         made._lay_out()
         return made
-
-    def tensors(self) -> list[torch.Tensor]:
-        places = (self.indices, self.unused, self.slots, self.starts, self.lengths, self.appended)
-        return [self.keys, self.values, *(tensor for tensor in places if tensor is not None)]
 
     @property
     def room_nbytes(self) -> int:

@@ -101,15 +101,3 @@ class ThinKStorage(Storage):
         self.channels = self.channels[rows]
         for part in (self.thin, self.whole):
             part.select(rows)
-
-    def fork(self) -> "ThinKStorage":
-        twin = super().fork()
-        twin.thin, twin.whole = self.thin.fork(), self.whole.fork()
-        return twin
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [self.channels, *self.thin.tensors(), *self.whole.tensors()]
-
-    @property
-    def room_nbytes(self) -> int:
-        return self.whole.room_nbytes

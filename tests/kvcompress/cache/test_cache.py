@@ -33,7 +33,7 @@ def test_nothing_keeps_the_whole_prompt_alive(options, room):
     # Nor does a view of the prompt's 4 query heads: its memory would be theirs.
     assert not [t for t in tensors if t.shape[-1:] == (16,) and t.untyped_storage().nbytes() == 4 * 197 * 16 * 4]
     for layer in cache.layers:
-        assert layer.staged is None
+        assert layer._phase.staged is None
         assert layer.storage.keys.untyped_storage().nbytes() == (20 + room) * 2 * 16 * 4
 
 

@@ -125,7 +125,7 @@ def test_nothing_of_the_answer_is_stored_and_the_first_token_is_the_full_caches(
     _, full = generate(model, inputs, 1)
     assert torch.equal(logits, full)
     assert session.cache.seen_tokens == LENGTH
-    assert all(layer.stored == 12 for layer in session.cache.compressed_layers)
+    assert all(layer.memory.stored == 12 for layer in session.cache.compressed_layers)
 
 
 def test_a_second_prompt_is_answered_on_what_the_first_left():

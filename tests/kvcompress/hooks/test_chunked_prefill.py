@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import kvcompress
+from kvcompress.cache import choice
 from kvcompress.cache.choice import Choice
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.new_tokens import NewTokens
@@ -311,7 +312,7 @@ def test_sums_over_a_long_chunk_are_those_of_all_its_queries_at_once(monkeypatch
     inputs = FAMILIES["qwen2"].inputs(model, [400])
     sums = []
     for block in (4096, 128, 60):
-        monkeypatch.setattr(Choice._added, "__defaults__", (block,))
+        monkeypatch.setattr(choice, "BLOCK", block)
         with kvcompress.compress(model, "h2o", 0.2, prefill_chunk=200) as session:
             generate(model, inputs, 1)
         sums.append([layer.memory.sums for layer in session.cache.layers])
@@ -327,7 +328,7 @@ def test_no_operation_on_thousands_of_frames_returns_as_many_elements_as_queries
     attended_over, after = [], CompressedLayer.after_attention
 
     def noted(layer: CompressedLayer, queries: torch.Tensor, *args: object) -> None:
-        attended_over.append(layer.stored + queries.shape[2])
+        attended_over.append(layer.memory.stored + queries.shape[2])
         after(layer, queries, *args)
 
     monkeypatch.setattr(CompressedLayer, "after_attention", noted)
@@ -352,7 +353,8 @@ def test_infinipot_v_finds_what_changed_also_among_what_is_left_of_older_chunks(
     frame = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
     keys = frame.repeat(12, 1)[None, None]
     keys[0, 0, 7] *= -1
-    layer = CompressedLayer(0, 0, 1, make_policy("infinipot-v", budget=8, tar=1.0, prefill_chunk=10), None)
+    policy = make_policy("infinipot-v", budget=8, tar=1.0, prefill_chunk=10)
+    layer = CompressedLayer(Choice(policy, 0, 0, 1), None)
     held = []
     for start in range(0, 60, 10):
         part = keys[:, :, start : start + 10]

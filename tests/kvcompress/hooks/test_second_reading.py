@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvcompress
-from kvcompress.cache import passes
+from kvcompress.cache import phases
 from kvcompress.check.reference import generate
 from kvcompress.hooks import second_reading
 from kvcompress.hooks.second_reading import DecoderInputs
@@ -148,7 +148,7 @@ def test_a_chunk_is_read_as_if_it_were_the_only_one_also_where_layers_slide(monk
         noted.append(received(*args))
         return noted[-1]
 
-    monkeypatch.setattr(passes, "received", note)
+    monkeypatch.setattr(phases, "received", note)
     results = []
     for order in (range, lambda *ends: reversed(range(*ends))):
         monkeypatch.setattr(second_reading, "range", order, raising=False)

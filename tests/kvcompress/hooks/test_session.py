@@ -622,7 +622,7 @@ def test_the_last_token_that_is_fed_again_comes_with_all_outputs_that_were_asked
         output = model(**INPUTS, **asked)
     assert [states.shape[1] for states in output.hidden_states] == [1] * (model.config.num_hidden_layers + 1)
     assert torch.equal(model.lm_head(output.hidden_states[-1]), output.logits)
-    kept = [session.cache.layers[layer].stored for layer in range(model.config.num_hidden_layers)]
+    kept = [session.cache.layers[layer].memory.stored for layer in range(model.config.num_hidden_layers)]
     assert [weights.shape[-1] for weights in output.attentions] == kept
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvcompress
-from kvcompress.cache.layer import on_their_way
+from kvcompress.cache.layer import wrap_keys
 from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.hooks.attention import attend_to_others
 from tests.family_table import kept_of
@@ -83,8 +83,8 @@ def test_layers_without_keys_attend_where_entries_lie(model, as_on_cuda):
 def test_where_a_model_leaves_out_queries_the_last_ones_attend_as_among_all(queries):
     query, key, value = torch.randn(3, 1, 2, 9, 8, generator=torch.Generator().manual_seed(0))
     module = SimpleNamespace(is_causal=True)
-    attend = partial(attend_to_others, "sdpa", sdpa_attention_forward, module)
-    shared = on_their_way(key, SimpleNamespace(is_first_prompt=True, decodes_in_place=False))
+    attend = partial(attend_to_others, "sdpa", module)
+    shared = wrap_keys(key, SimpleNamespace(is_first_prompt=True, decodes_in_place=False))
     every, _ = sdpa_attention_forward(module, query, key, value, None)
     last, _ = attend(query[:, :, -queries:], shared, value, None)
     torch.testing.assert_close(last, every[:, -queries:])

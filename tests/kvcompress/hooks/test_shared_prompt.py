@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcompress
+from kvcompress import device
 from kvcompress.cache_name import cache_in
-from kvcompress.hooks import shared_prompt
 from kvcompress.hooks.model import text_decoder
 from kvcompress.hooks.shared_prompt import PromptPass, SharedPrompt
 from tests.support.answers import answer, assert_same
@@ -239,7 +239,7 @@ def test_a_pass_larger_than_the_room_is_not_kept():
 def test_a_pass_that_is_not_kept_does_not_wait_for_the_device_at_every_layer(monkeypatch):
     model, waits = QWEN2.build(), []
     inputs = QWEN2.inputs(model, [20, 9])
-    monkeypatch.setattr(shared_prompt, "synchronise", waits.append)
+    monkeypatch.setattr(device, "synchronise", waits.append)
     shared_answer(model, inputs, "knorm", 0.5, room=1)
     assert len(waits) <= 3  # around the comparison of inputs, and at the end
 

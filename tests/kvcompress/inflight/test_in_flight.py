@@ -15,7 +15,7 @@ import kvcompress
 from kvcompress import KVCompressError, Request
 from kvcompress.clusters.knorm import KnormKVCluster
 from kvcompress.hooks.resumed_prompt import ResumedPrompt
-from kvcompress.inflight import under_way
+from kvcompress.inflight import request_state
 from kvcompress.tokens import TokenMethod
 from tests.support.answers import attending_by
 from tests.support.calibrations import calibration_of
@@ -343,7 +343,7 @@ def test_a_request_that_kv_gb_cannot_hold_says_so_and_the_others_are_answered(le
     assert "more than kv_gb=" in str(found[lengths.index(120)].error)
 
 
-FAILING = [("under_way.prepare", (3,)), ("layer.SlotLayer.update", (8,)), ("layer.SlotLayer._evict", (8,))]
+FAILING = [("request_state.prepare", (3,)), ("layer.SlotLayer.update", (8,)), ("layer.SlotLayer._evict", (8,))]
 # Some layers already have the new slots when memory runs out.
 FAILING += [(f"layer.SlotLayer.{name}", at) for name in ("resize", "fill") for at in ((1,), (2,), (7,), (8,), (4, 6))]
 GREEDY = {"session_options": EVICTING, "max_new_tokens": 10, "do_sample": False}
@@ -386,14 +386,14 @@ def test_a_slot_that_memory_does_not_hold_alone_ends_its_request_with_that_error
 
 def test_a_request_alone_that_memory_does_not_hold_ends_with_that_error(monkeypatch):
     model, requests = requests_of("qwen2")
-    original = under_way.prepare
+    original = request_state.prepare
 
     def prepare(model, request, *args):
         if request.inputs["input_ids"].shape[1] > 55:
             raise torch.OutOfMemoryError("no more")
         return original(model, request, *args)
 
-    monkeypatch.setattr(under_way, "prepare", prepare)
+    monkeypatch.setattr(request_state, "prepare", prepare)
     found = answers_of(model, requests, slots=4, max_new_tokens=6, do_sample=False)
     assert [type(answer.error) for answer in found if answer.error] == [torch.OutOfMemoryError]
     assert [len(answer.tokens) for answer in found] == [6, 6, 0, 6, 6]

@@ -220,7 +220,7 @@ def test_where_memory_ends_while_a_prompt_is_read_it_begins_anew(where, monkeypa
     model = QWEN2.build()
     prompts, expected = answered(5, 50, 6)
     # The third step of the first request, when two pieces of the second are read.
-    first, owner, name = {"step": (8, SlotLayer, "update"), "piece": (5, Session, "_read")}[where]
+    first, owner, name = {"step": (8, SlotLayer, "update"), "piece": (5, Session, "_prefill")}[where]
     memory = OutOfMemory(first)
     monkeypatch.setattr(owner, name, memory.failing(getattr(owner, name)))
     with kvcompress.compress(model, "snapkv", 0.3) as session:
@@ -271,7 +271,7 @@ def test_a_slot_that_holds_nothing_is_given_up_for_a_prompt_that_needs_the_memor
     model = QWEN2.build()
     prompts, expected = answered(2, 50, 6)
     memory = OutOfMemory(*range(2, 2 + failures))
-    monkeypatch.setattr(Session, "_read", memory.failing(Session._read))
+    monkeypatch.setattr(Session, "_prefill", memory.failing(Session._prefill))
     answers = run(model, prompts, slots=1, max_new_tokens=6)
     assert answers[0].tokens.tolist() == expected[0]
     if failures == 1:

@@ -319,7 +319,7 @@ def test_a_model_that_answers_once_keeps_nothing():
 def test_every_time_is_taken_when_the_device_is_done(checkpoint, docs):
     """Of the tower, the prefill, the tokens and the whole; where they run and where they were kept."""
     lm = load_lm(checkpoint("qwen2-vl"), batch_size=2, prompt_cache_gb=1, max_new_tokens=3)
-    with synchronised_reads(measure, shared_prompt, vision_tower, answering) as reads:
+    with synchronised_reads(measure, vision_tower, answering) as reads:
         grid(lm, docs)
     places = {read.rpartition(":")[0] for read in reads}
     modules = (measure, shared_prompt, vision_tower, answering)

@@ -1,11 +1,11 @@
-"""One class for each kind of forward pass through a layer. `CompressedLayer.begin` selects a prompt's.
+"""What a layer does with the states of forward passes, one class per phase. `CompressedLayer.begin` selects a prompt's.
 
 - `Prefill`: a first prompt, or a later one on a filled cache. It is attended over, compressed and stored.
 - `resumed.ResumedPrefill`: a first prompt whose prefix is known.
 - `LaterChunk`: a later chunk of a prompt in chunks. Entries are chosen from the stored ones and the chunk together.
 - `Waiting`: between two passes, a prompt whose choice needs all layers.
 - `Rereading`: the waiting prompt is read a second time.
-- `answer_pass.AnswerPass`: the waiting prompt is answered.
+- `answering.Answering`: the waiting prompt is answered.
 - `Decoding`: a token, appended to the stored entries; from time to time, an eviction.
 """
 
@@ -17,7 +17,6 @@ from ..device import on_device
 from ..errors import KVCompressError
 from ..scoring.layer_view import Kept
 from ..scoring.rereading import received
-from ..scoring.rotary import Rotary
 from ..scoring.windows import pad_columns
 from .choice import Choice
 from .eviction import evict
@@ -29,11 +28,12 @@ from .scope import Candidates, States, joined, right_aligned
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
-class Pass:
-    """What a layer does with the states of one forward pass."""
+class Phase:
+    """What a layer does with the states of the next forward pass."""
 
     is_first_prompt = False  # the cache was empty, so the model's own mask is right
     wants_sums = False  # whether the column sums of its attention are needed
+    staged: KeysAndValues | None = None  # of the prompt being processed
 
     def __init__(self, choice: Choice, memory: Memory):
         self.choice, self.memory = choice, memory
@@ -42,11 +42,6 @@ class Pass:
     def length(self) -> int | torch.Tensor:
         """Number of tokens seen, pads included; see `Memory.length`."""
         return self.memory.length
-
-    @property
-    def staged(self) -> KeysAndValues | None:
-        """Keys and values of the prompt being processed."""
-        return None
 
     def all_queries(self, queries: torch.Tensor) -> torch.Tensor:
         """Return the queries of all staged tokens, given those that the layer has attended with."""
@@ -61,11 +56,8 @@ class Pass:
         keys), True = attend; None if every query sees every key."""
         raise self.never_compressed()
 
-    def after_attention(
-        self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
-    ) -> "Pass":
-        """Finish the pass and return the next one, after the layer has attended with `queries` (batch, heads, new,
-        head_dim). Arguments as in `States`."""
+    def after_attention(self, states: States) -> "Phase":
+        """Finish a pass after the layer's attention, and return the phase for the next one."""
         raise self.never_compressed()
 
     def never_compressed(self) -> KVCompressError:
@@ -76,19 +68,18 @@ class Pass:
         )
 
 
-class Decoding(Pass):
+class Decoding(Phase):
     """A token that is stored before it is attended to. One object serves a whole answer, so that compiled graphs stay
     valid."""
 
-    def __init__(self, choice: Choice, memory: Memory, layer_idx: int, hiding: Hiding | None):
+    def __init__(self, choice: Choice, memory: Memory, hiding: Hiding | None):
         super().__init__(choice, memory)
-        self._evicts = choice.policy.decode is not None
-        self._layer_idx, self._hiding = layer_idx, hiding
+        self._evicts, self._hiding = choice.policy.decode is not None, hiding
 
     @property
     def hidden(self) -> torch.Tensor | None:
         """The slots that this layer does not see in the current step: bool (batch, slots), or None."""
-        if self._hiding is None or self._layer_idx < self._hiding.first_layer:
+        if self._hiding is None or self.choice.layer_idx < self._hiding.first_layer:
             return None
         return self._hiding.hidden
 
@@ -105,64 +96,55 @@ class Decoding(Pass):
             visible = shown if visible is None else visible & shown
         return None if visible is None else visible[:, :, None]
 
-    def after_attention(
-        self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
-    ) -> Pass:
-        if self._hiding is not None and self._layer_idx == self._hiding.first_layer - 1:
-            self._hiding.look(self.memory, self.memory.kept, self.memory.seen, queries, scaling)
+    def after_attention(self, states: States) -> Phase:
+        if self._hiding is not None and self.choice.layer_idx == self._hiding.first_layer - 1:
+            self._hiding.choose(self.memory, self.memory.kept, self.memory.seen, states.queries, states.scaling)
         if self._evicts:
-            self.memory.remember(self.choice.latest(queries, rotary))
-            self.memory.decoded += queries.shape[2]
+            self.memory.remember(self.choice.latest(states.queries, states.rotary))
+            self.memory.decoded += states.queries.shape[2]
             if self.memory.decoded >= self.choice.policy.decode_interval:
-                evict(self.choice, self.memory, scaling, module, rotary)
+                evict(self.choice, self.memory, states)
         return self
 
 
-class Prefill(Pass):
+class Prefill(Phase):
     """A prompt: its states are staged, attended over, compressed and stored. The full prompt's keys and values of a
     layer are freed as soon as that layer is done.
 
     Attributes:
         tokens: facts about the prompt.
         first: number of tokens seen before it.
-        then: the pass after the prompt is stored.
+        then: the phase after the prompt is stored.
     """
 
     def __init__(self, choice: Choice, memory: Memory, tokens: NewTokens, then: Decoding):
         super().__init__(choice, memory)
         self.tokens, self.then, self.first = tokens, then, memory.seen
         self.is_first_prompt = memory.storage is None
-        self._staged: KeysAndValues | None = None
+        self._budgets = choice.budgets(tokens)
+        # Whether the prompt is stored unchanged and unscored, with transformers' own shapes and bits.
+        self._keeps_all = memory.is_whole and self._budgets == tokens.context
 
     @property
     def length(self) -> int:
-        return self.first + (0 if self._staged is None else self.tokens.columns)
-
-    @property
-    def staged(self) -> KeysAndValues | None:
-        return self._staged
+        return self.first + (0 if self.staged is None else self.tokens.columns)
 
     @property
     def wants_sums(self) -> bool:
         policy = self.choice.policy
         return policy.sums_attention and not (self._keeps_all and not policy.carries_sums)
 
-    @property
-    def _keeps_all(self) -> bool:
-        """Whether the prompt is stored unchanged and unscored, with transformers' own shapes and bits."""
-        return self.memory.is_whole and self.choice.budgets(self.tokens) == self.tokens.context
-
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> KeysAndValues:
-        if self._staged is not None:
+        if self.staged is not None:
             raise self.never_compressed()
-        self._staged = (keys, values)
+        self.staged = (keys, values)
         if self.memory.storage is None:
             return keys, values
         old, keys = self.memory.storage.read(), self.choice.policy.cluster.as_stored(keys)
         return torch.cat([old[0], keys], dim=2), torch.cat([old[1], values], dim=2)
 
     def mask(self, query_length: int) -> torch.Tensor:
-        device, batch = self._staged[0].device, len(self.tokens.lengths)
+        device, batch = self.staged[0].device, len(self.tokens.lengths)
         visible = self.memory.storage.visible()
         if visible is None:
             visible = torch.ones(batch, 1, self.memory.stored, dtype=torch.bool, device=device)
@@ -170,40 +152,37 @@ class Prefill(Pass):
         new = new[:, None].expand(batch, visible.shape[1], -1, -1)
         return torch.cat([visible[:, :, None].expand(-1, -1, query_length, -1), new], dim=-1)
 
-    def after_attention(
-        self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
-    ) -> Pass:
-        (keys, values), self._staged = self._staged, None
+    def after_attention(self, states: States) -> Phase:
+        self.staged = None
         self.memory.begin(self.tokens)
-        keys = self.choice.policy.cluster.as_stored(keys)
-        return self._compress(States(queries, keys, values, scaling, module, rotary))
+        return self._compress(replace(states, keys=self.choice.policy.cluster.as_stored(states.keys)))
 
-    def _compress(self, states: States) -> Pass:
+    def _compress(self, states: States) -> Phase:
         """Store the entries that the cluster keeps, or let the prompt wait if the choice depends on all layers."""
         choice, memory, tokens = self.choice, self.memory, self.tokens
         if tokens.source is not None:  # a token method has chosen: everything that arrives is stored
             columns = tokens.source[:, None].expand(states.keys.shape[:3]).to(states.keys.device)
             total = columns.numel() if tokens.padding is None else None
-            memory.settle(tokens, Kept(states.keys, states.values, columns, total=total))
+            memory.append_prompt(tokens, Kept(states.keys, states.values, columns, total=total))
             return self.then
         if choice.policy.moves_keys:
             memory.rotary = choice.rotary_to_move(states.rotary, self.first)
-        view = choice.view(tokens, choice.budgets(tokens), states, memory.merge_threshold)
+        view = choice.view(tokens, self._budgets, states, memory.merge_threshold)
         if choice.policy.decode is not None:
             memory.remember(choice.latest(states.queries, states.rotary, view.padding))
         sums = choice.observe(states.queries, states.keys, view)
         if self._keeps_all:
             sums, memory.noted = choice.of_whole(states, view, tokens.context, sums)
-            memory.settle_whole(tokens, states.keys, states.values, sums)
+            memory.append_whole_prompt(tokens, states.keys, states.values, sums)
             memory.log.add(tokens, on_device(tokens.lengths, states.keys.device, torch.float32))
             return self.then
         candidates = choice.candidates(states, view, tokens.context, sums)
         if max(tokens.context) == 0:
-            memory.settle(tokens, candidates.with_sums(candidates.question))
+            memory.append_prompt(tokens, candidates.with_sums(candidates.question))
         elif choice.waits:
             return Waiting(self, candidates, states)
         else:
-            memory.settle(tokens, choice.keep(candidates))
+            memory.append_prompt(tokens, choice.keep(candidates))
         return self.then
 
 
@@ -211,25 +190,22 @@ class LaterChunk(Prefill):
     """A later chunk of a prompt: it is appended to the stored entries, which are then reduced to the budget of all
     tokens so far, decoded ones included."""
 
-    def _compress(self, states: States) -> Pass:
+    def _compress(self, states: States) -> Phase:
         choice, memory, tokens, log = self.choice, self.memory, self.tokens, self.memory.log
-        queries, keys, values, rotary = states.queries, states.keys, states.values, states.rotary
+        keys, values, rotary = states.keys, states.values, states.rotary
         seen = self.first + tokens.columns
         log.join(tokens, self.first)
         if choice.policy.decode is not None:
-            memory.remember(choice.latest(queries, states.rotary, tokens.padding))
+            memory.remember(choice.latest(states.queries, rotary, tokens.padding))
         least = [0] * len(log.lengths) if log.protected is None else log.protected.entries
-        budgets = [
-            max(choice.policy.budget(length), some) if length else 0
-            for length, some in zip(log.lengths, least, strict=True)
-        ]
+        budgets = [max(choice.policy.budget(length), some) for length, some in zip(log.lengths, least, strict=True)]
         is_unscored = choice.policy.decode is None and not choice.policy.carries_sums
         if is_unscored and budgets == log.lengths and memory.is_whole:
-            memory.settle_whole(tokens, keys, values, None)
+            memory.append_whole_prompt(tokens, keys, values, None)
             log.kept = on_device(budgets, keys.device, torch.float32)
             return self.then
         indices = torch.arange(self.first, seen, device=keys.device).expand(keys.shape[:3])
-        queries = choice.unrotated(queries, rotary)
+        queries = choice.unrotated(states.queries, rotary)
         if tokens.padding is not None:  # pads follow stored entries: NaN queries do not affect scores
             pads = pad_columns(tokens.padding.to(keys.device), tokens.columns)
             indices, queries = indices.masked_fill(pads, -1), queries.masked_fill(pads.unsqueeze(-1), torch.nan)
@@ -237,19 +213,12 @@ class LaterChunk(Prefill):
         has_no_pads = memory.has_no_pads and tokens.padding is None
         both = joined(memory.kept(), Kept(keys, values, indices))
         both = both if has_no_pads else right_aligned(both)
-        # A cluster takes statistics of unrotated queries: of the whole chunk, as in a first chunk.
-        voters = queries if choice.policy.cluster.unrotated_queries else choice.voters(queries)
         reduced = choice.reduce(
             both,
             memory,
             seen,
-            log.lengths,
             budgets,
-            voters,
-            queries,
-            states.scaling,
-            states.module,
-            rotary,
+            replace(states, queries=queries, rotary=rotary),
             has_no_pads=has_no_pads,
             reading=True,
             stays=[not length for length in tokens.lengths],  # alone they would have no such chunk
@@ -258,12 +227,12 @@ class LaterChunk(Prefill):
         if reduced.indices is not both.indices:
             memory.merge_threshold = reduced.merge_threshold
         memory.noted = reduced.noted
-        memory.put(reduced, seen)
+        memory.replace_entries(reduced, seen)
         log.kept = (reduced.indices >= 0).sum(2).float().mean(1)
         return self.then
 
 
-class Waiting(Pass):
+class Waiting(Phase):
     """A prompt that is kept whole until all layers' budgets are known.
 
     Attributes:
@@ -300,16 +269,16 @@ class Waiting(Pass):
         self.scores, self.measured = self.choice.assess(self.candidates)
         self.candidates.queries = None
 
-    def finish(self, budgets: list[list[int]]) -> Pass:
+    def finish(self, budgets: list[list[int]]) -> Phase:
         """Make the choice. `budgets` holds the evictable entries to keep, [layer][row]."""
         if self.choice.policy.layer_budget.is_measured:
             self.memory.log.shares = budgets
         of_layer = budgets[self.choice.place]
-        self.memory.settle(self.tokens, self.choice.keep_scored(self.candidates, self.scores, of_layer))
+        self.memory.append_prompt(self.tokens, self.choice.keep_scored(self.candidates, self.scores, of_layer))
         return self.then
 
 
-class Rereading(Pass):
+class Rereading(Phase):
     """A waiting prompt is read again, a chunk at a time. Nothing is stored; each layer records the attention that its
     entries receive.
 
@@ -341,16 +310,14 @@ class Rereading(Pass):
         new = causal(query_length, query_length, self._fed_pads(query_length), keys.device)
         return torch.cat([~old[:, None].expand(-1, query_length, -1), new], dim=-1)[:, None]
 
-    def after_attention(
-        self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
-    ) -> Pass:
-        candidates = self.waiting.candidates
+    def after_attention(self, states: States) -> Phase:
+        candidates, queries = self.waiting.candidates, states.queries
         rows = self.columns[:, None, :, None].expand(-1, candidates.keys.shape[1], -1, candidates.keys.shape[3])
         keys, fed_pads = candidates.keys.gather(2, rows), self._fed_pads(queries.shape[2])
         group_votes = self.choice.policy.cluster.group_votes
-        noted = received(queries, keys, self._fed_keys, self.missing, fed_pads, scaling, group_votes)[..., self.sinks :]
+        found = received(queries, keys, self._fed_keys, self.missing, fed_pads, states.scaling, group_votes)
         # Missing columns received nothing, so it does not matter where they are recorded.
-        candidates.view.received.scatter_reduce_(2, rows[:, :, self.sinks :, 0], noted, "amax")
+        candidates.view.received.scatter_reduce_(2, rows[:, :, self.sinks :, 0], found[..., self.sinks :], "amax")
         return self.waiting
 
     def _fed_pads(self, fed: int) -> torch.Tensor:

@@ -23,38 +23,34 @@ WITHOUT_MEDIA = (
 
 
 @dataclass(frozen=True)
-class Writer:
+class ConnectedModel:
     """A model with compression connected.
 
     Attributes:
         is_connected: whether compression is still connected.
         new_cache: creates the cache of one prompt.
-        read: runs the forward pass over a prompt with these inputs, or over its next piece.
+        prefill: runs the forward pass over a prompt with these inputs, or over its next piece.
     """
 
     model: PreTrainedModel
     is_connected: Callable[[], bool]
     new_cache: Callable[[], CompressedCache]
-    read: Callable[[ResumedPrompt | None, Mapping[str, Any]], ModelOutput]
+    prefill: Callable[[ResumedPrompt | None, Mapping[str, Any]], ModelOutput]
 
 
-class UnderWay:
+class RequestState:
     """A request while its prompt is prefilled, at once or in pieces, and while it decodes.
 
     Attributes:
         waited_s: seconds from the start of the run until the prefill began.
         cache: the cache that holds the prompt; None before the first piece, and once the request has a slot.
-        choice: how its tokens are chosen, after the first piece.
+        sampler: chooses its tokens, after the first piece.
         position: after the last piece, the position of the token to feed next.
         sizes: size of the slot that it needs; empty until that is known.
     """
 
     def __init__(
-        self,
-        index: int,
-        request: Request | Mapping[str, torch.Tensor],
-        began: float,
-        prefill_tokens: int | None,
+        self, index: int, request: Request | Mapping[str, torch.Tensor], began: float, prefill_tokens: int | None
     ):
         """`began` is when the run began; `prefill_tokens` is the most tokens of a piece; None: the prompt is one
         piece."""
@@ -67,7 +63,7 @@ class UnderWay:
         self._first_at = self._latest_at = self._pause_s = 0.0  # times of tokens, and the longest between two
 
     @torch.no_grad()
-    def read_on(self, writer: Writer, options: Mapping[str, Any]) -> torch.Tensor | None:
+    def prefill(self, connected: ConnectedModel, options: Mapping[str, Any]) -> torch.Tensor | None:
         """Prefill the next piece. After the last one, return the logits (vocabulary,) of the next token, otherwise
         None.
 
@@ -79,13 +75,13 @@ class UnderWay:
                 raise KVCompressError(
                     f"a request is a mapping of model inputs or a Request, not a {type(self.request).__name__}"
                 )
-            self.cache = writer.new_cache()
-            inputs, self.choice = prepare(writer.model, self.request, options, self.cache)
-            output = writer.read(self._pieces, inputs)
+            self.cache = connected.new_cache()
+            inputs, self.sampler = prepare(connected.model, self.request, options, self.cache)
+            output = connected.prefill(self._pieces, inputs)
             # Later passes use the embeddings of the first, so no image is encoded again.
             self._inputs = {name: value for name, value in inputs.items() if name in WITHOUT_MEDIA}
         else:
-            output = writer.read(self._pieces, self._inputs)
+            output = connected.prefill(self._pieces, self._inputs)
         if self._pieces is not None and not self._pieces.is_through:
             return None
         self.position = next_position(self._inputs.get("position_ids"), self.cache.seen_tokens)
@@ -97,7 +93,7 @@ class UnderWay:
         return self.cache.nbytes + (0 if self._pieces is None else self._pieces.nbytes)
 
     def end_prompt(self) -> None:
-        """Note what the prompt costs, and drop its inputs and pieces."""
+        """Record what the prompt costs, and drop its inputs and pieces."""
         self._tokens_in = self.cache.seen_tokens
         self._kv_bytes_prompt = self.cache.nbytes - self.cache.room_nbytes
         self._realised_ratios = [of_rows[0] for of_rows in self.cache.realised_ratios()]
@@ -111,10 +107,10 @@ class UnderWay:
         else:
             self._first_at = now
         self._latest_at = now
-        return self.choice.add(token)
+        return self.sampler.add(token)
 
     def answer(self) -> Answer:
-        tokens = self.choice.tokens
+        tokens = self.sampler.tokens
         is_one = len(tokens) == 1
         return Answer(
             self.index,

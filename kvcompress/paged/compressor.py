@@ -16,7 +16,8 @@ from ..cache.choice import Choice
 from ..cache.eviction import evict_together
 from ..cache.memory import Memory
 from ..cache.new_tokens import NewTokens
-from ..cache.passes import Prefill
+from ..cache.phases import Prefill
+from ..cache.scope import States
 from ..device import on_device
 from ..errors import KVCompressError
 from ..hooks.prefix_cache import RequestPrefixes
@@ -28,7 +29,7 @@ from .pages import CompressedPagedCache, CompressedPages, LayerState, PagedReque
 
 
 @dataclass
-class Reading:
+class PromptChunk:
     """A prompt, or a chunk of one.
 
     Attributes:
@@ -42,7 +43,7 @@ class Reading:
 
 
 @dataclass
-class Evicting:
+class EvictionGroup:
     """Requests that evict in the same step, with equally many entries each.
 
     Attributes:
@@ -70,15 +71,15 @@ class Step:
         own: the entries of their requests, if all tokens of the batch are decoded ones.
     """
 
-    reading: list[Reading]
+    chunks: list[PromptChunk]
     decoding: list[PagedRequest]
     rows: torch.Tensor
-    evicting: list[Evicting]
+    groups: list[EvictionGroup]
     own: OwnEntries | None
 
 
-class Eviction:
-    """Compresses one manager's requests; it listens to the pages and to the attention of the layers.
+class PagedCompressor:
+    """Compresses one manager's requests; the pages and the attention function call it.
 
     Attributes:
         peak_pages: the most pages per layer that requests had at once.
@@ -104,7 +105,7 @@ class Eviction:
 
     # -- for the pages
 
-    def meet(self, state: RequestState) -> PagedRequest:
+    def register(self, state: RequestState) -> PagedRequest:
         prompt, policy = state.initial_tokens, self.policy
         stored = policy.budget(len(prompt))
         answer = None if state.max_new_tokens is None else state.max_new_tokens - 1  # the last token is not fed
@@ -135,19 +136,19 @@ class Eviction:
         rotation = range(3 * len(request.layers), len(path.held[0]))
         request.known_rotation = [path.computed(part, known)[None].to(slots.device) for part in rotation]
         request.stored = known
-        self._prefixes.took(known)
+        self._prefixes.count_reused(known)
         return known
 
     def plan(self, batch: list[FutureRequestState]) -> None:
         self.peak_pages = max(self.peak_pages, self.pages.pages_in_use)
-        reading, decoding, due, rows, start = [], [], [], [], 0
+        chunks, decoding, due, rows, start = [], [], [], [], 0
         read = [self.pages.requests[future.state.request_id].stored + 1 for future in batch]
         for future in batch:
             request_id, stop = future.state.request_id, start + future.query_length
             request = self.pages.requests[request_id]
             if request.is_reading:
                 slots = self._slots(request_id, future.query_length) if future.has_new_token else None
-                reading.append(Reading(request, slice(start, stop), None if slots is None else self._tensor(slots)))
+                chunks.append(PromptChunk(request, slice(start, stop), None if slots is None else self._tensor(slots)))
             else:
                 decoding.append(request)
                 rows.append(start)
@@ -159,8 +160,8 @@ class Eviction:
                 request.stored, request.is_reading = self.policy.budget(request.stored), False
                 self.pages.free_rest(request_id)  # no request gets them before this pass ends
             start = stop
-        own = None if reading else OwnEntries.of(read, self.pages.cache_tensor.device)
-        self._step = Step(reading, decoding, self._tensor(rows), self._grouped(due), own)
+        own = None if chunks else OwnEntries.of(read, self.pages.cache_tensor.device)
+        self._step = Step(chunks, decoding, self._tensor(rows), self._grouped(due), own)
 
     def _slots(self, request_id: str, new: int) -> list[int]:
         return self.pages.get_read_indices(request_id, 0, new)
@@ -168,7 +169,7 @@ class Eviction:
     def _tensor(self, numbers: list) -> torch.Tensor:
         return on_device(numbers, self.pages.cache_tensor.device, torch.long)
 
-    def _grouped(self, due: list[tuple[PagedRequest, int, list[int], int]]) -> list[Evicting]:
+    def _grouped(self, due: list[tuple[PagedRequest, int, list[int], int]]) -> list[EvictionGroup]:
         """Return the requests that are due, in groups of equal shapes, and set their counts to those after the
         eviction."""
         groups = defaultdict(list)
@@ -184,7 +185,7 @@ class Eviction:
             for request, entries in zip(requests, kept, strict=True):
                 request.stored, request.decoded = entries, 0
             ends = self._tensor(seen)[:, None, None]
-            evicting.append(Evicting(requests, self._tensor(rows)[:, None], self._tensor(slots), seen, ends, kept))
+            evicting.append(EvictionGroup(requests, self._tensor(rows)[:, None], self._tensor(slots), seen, ends, kept))
         return evicting
 
     def rotate(self, rotary: Rotary) -> None:
@@ -204,51 +205,50 @@ class Eviction:
             return
         place = self.pages.layer_indices.index(module.layer_idx)
         choice = Choice(self.policy, module.layer_idx, place, len(self.pages.layer_indices))
-        for reading in self._step.reading:
-            self._read(reading, choice, queries, scaling, module)
+        for chunk in self._step.chunks:
+            self._read(chunk, choice, queries, scaling, module)
         if self._step.decoding and self.policy.decode is not None and self.policy.query_window:
             rows = self._step.rows
             latest = choice.latest(queries[0, :, rows].transpose(0, 1).unsqueeze(2), self._rotary_at(rows[:, None]))
             for request, query in zip(self._step.decoding, latest.split(1), strict=True):
                 request.layers[place].memory.remember(query)
-        for evicting in self._step.evicting:
-            self._evict(evicting, choice, scaling, module)
+        for group in self._step.groups:
+            self._evict(group, choice, scaling, module)
 
     def _read(
-        self, reading: Reading, choice: Choice, queries: torch.Tensor, scaling: float, module: torch.nn.Module
+        self, chunk: PromptChunk, choice: Choice, queries: torch.Tensor, scaling: float, module: torch.nn.Module
     ) -> None:
         """Compress a prompt after its last chunk; store the queries of an earlier chunk."""
-        request, layer = reading.request, reading.request.layers[choice.place]
+        request, layer = chunk.request, chunk.request.layers[choice.place]
         if self._rotary is not None and choice.place == 0:
-            tokens = torch.arange(reading.tokens.start, reading.tokens.stop, device=queries.device)
-            chunk = self._rotary_at(tokens[None])
+            tokens = torch.arange(chunk.tokens.start, chunk.tokens.stop, device=queries.device)
+            rotary = self._rotary_at(tokens[None])
             if known := request.known_rotation:
-                request.rotary.append(chunk.of_columns(known))
+                request.rotary.append(rotary.of_columns(known))
                 request.known_rotation = []
-            request.rotary.append(chunk)
-            if reading.slots is not None:
+            request.rotary.append(rotary)
+            if chunk.slots is not None:
                 request.rotary = [self._joined(request.rotary)]
         if self.policy.query_window or self.policy.needs_sums or self._prefixes is not None:
-            own = queries[:, :, reading.tokens]  # a view, which would keep all requests' queries alive
-            layer.queries.append(own.clone() if reading.slots is None else own)
-        if reading.slots is None:
+            own = queries[:, :, chunk.tokens]  # a view, which would keep all requests' queries alive
+            layer.queries.append(own.clone() if chunk.slots is None else own)
+        if chunk.slots is None:
             return
         if request.tokens is None:
             ids = torch.tensor([request.prompt])
             request.tokens = NewTokens.of(self._config, self.policy, True, 1, len(request.prompt), ids, None)
-        prefill = Prefill(choice, layer.memory, request.tokens, None)
-        keys, values = self._read_pages(choice, reading.slots[None])
-        prefill.update(keys, values)
+        keys, values = self._read_pages(choice, chunk.slots[None])
         asked, layer.queries = torch.cat(layer.queries, dim=2) if layer.queries else None, []
         if self._prefixes is not None:
             request.states += [asked[0], keys[0], values[0]]
             if choice.place == len(request.layers) - 1:
                 self._remember(request)
-        prefill.after_attention(asked, scaling, module, request.rotary[0] if request.rotary else None)
+        states = States(asked, scaling, module, request.rotary[0] if request.rotary else None, keys, values)
+        Prefill(choice, layer.memory, request.tokens, None).after_attention(states)
         kept = layer.memory.kept()
         layer.memory.storage = None
-        if kept.indices.shape[2] < len(reading.slots):
-            self._put(choice, reading.slots[None], kept, [request.stored])
+        if kept.indices.shape[2] < len(chunk.slots):
+            self._put(choice, chunk.slots[None], kept, [request.stored])
         layer.columns = kept.indices[0]
 
     def _remember(self, request: PagedRequest) -> None:
@@ -257,24 +257,24 @@ class Eviction:
         self._prefixes.add(request.prompt, request.states + rotation)
         request.states = []
 
-    def _evict(self, evicting: Evicting, choice: Choice, scaling: float, module: torch.nn.Module) -> None:
+    def _evict(self, group: EvictionGroup, choice: Choice, scaling: float, module: torch.nn.Module) -> None:
         """Reduce the requests' entries to the decode budget, as `Decoding` does."""
-        layers = [request.layers[choice.place] for request in evicting.requests]
+        layers = [request.layers[choice.place] for request in group.requests]
         memories = [layer.memory for layer in layers]
-        keys, values = self._read_pages(choice, evicting.slots)
+        keys, values = self._read_pages(choice, group.slots)
         before = torch.stack([layer.columns for layer in layers])
-        new = evicting.ends + torch.arange(before.shape[2] - keys.shape[2], 0, device=keys.device)
+        new = group.ends + torch.arange(before.shape[2] - keys.shape[2], 0, device=keys.device)
         sums = queries = None
         if self.policy.carries_sums:
             sums = torch.nn.functional.pad(torch.cat([memory.sums for memory in memories]), (0, new.shape[2]))
         held = Kept(keys, values, torch.cat([before, new.expand(*before.shape[:2], -1)], dim=2), sums)
         if window := self.policy.query_window:
             queries = torch.cat([torch.cat(memory.latest_queries, dim=2)[:, :, -window:] for memory in memories])
-        of_layer = scaling, module, self._rotary_at(evicting.rows)
-        left = evict_together(choice, memories, evicting.seen, held, queries, self.policy.decode_interval, *of_layer)
+        states = States(queries, scaling, module, self._rotary_at(group.rows))
+        left = evict_together(choice, memories, group.seen, held, states, self.policy.decode_interval)
         if left.indices is not held.indices:
-            self._put(choice, evicting.slots, left, evicting.kept)
-        for row, (layer, entries) in enumerate(zip(layers, evicting.kept, strict=True)):
+            self._put(choice, group.slots, left, group.kept)
+        for row, (layer, entries) in enumerate(zip(layers, group.kept, strict=True)):
             layer.columns = left.indices[row, :, -entries:]
             layer.memory.sums = None if left.sums is None else left.sums[row : row + 1, :, -entries:]
 

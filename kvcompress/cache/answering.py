@@ -1,13 +1,13 @@
-"""The pass of a prompt that is answered before its entries are chosen: `hindsight`."""
+"""The phase of a prompt that is answered before its entries are chosen: `hindsight`."""
 
 import torch
 
 from ..scoring.answer import Answer
-from ..scoring.rotary import Rotary
-from .passes import KeysAndValues, Pass, Waiting
+from .phases import KeysAndValues, Phase, Waiting
+from .scope import States
 
 
-class AnswerPass(Pass):
+class Answering(Phase):
     """The answer to a waiting prompt, token by token, on its full cache.
 
     The answer is attended to like stored entries and dropped at the end; the cluster then says how much it needed each
@@ -52,10 +52,8 @@ class AnswerPass(Pass):
         answer[..., -1] = True
         return self._visible(answer)
 
-    def after_attention(
-        self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None
-    ) -> Pass:
-        self._queries.append(queries)
+    def after_attention(self, states: States) -> Phase:
+        self._queries.append(states.queries)
         return self
 
     def finish(self) -> Waiting:
