@@ -2,9 +2,12 @@
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from kvcompress.bench.flags import add_flags
 from kvcompress.bench.results import Results, about, page, say, settle
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path("benchmarks/results")
 RESULTS = Path(__file__).parent / "results"  # in any working directory
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
 
 
 def new_parser(name: str, doc: str, *flags: str, **defaults: Any) -> argparse.ArgumentParser:
@@ -46,6 +50,27 @@ def save(figure: "Figure", file: Path, dpi: int = 130) -> None:
     """Write a figure, creating its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=dpi)
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Wrap a paragraph of Markdown; `indent`: before each line but the first."""
+    return textwrap.fill(text, 118, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def points(difference: float, low: float, high: float, digits: int = 1) -> str:
+    """Format a difference in points with its interval."""
+    return f"{difference:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+
+
+def page_of_answers(words: list[str], title: str, *parts: str) -> str:
+    """Return the page of a benchmark of answers, which are computed on the CPU; `words`: its name and arguments."""
+    return page(about([f"benchmarks.{words[0]}", *words[1:]], {}, torch.device("cpu")), title, *parts)
+
+
+def publish(file: Path, text: str) -> None:
+    """Write a page, and print it."""
+    write_text(file, text)
+    print(text)
 
 
 def put(page_file: Path, benchmark: str, name: str, text: str) -> None:

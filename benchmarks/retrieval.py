@@ -27,6 +27,7 @@ LAST_NAMES = (
     *("Lopez", "Carter", "Novak", "Bennett", "Fischer", "Morgan", "Silva", "Hughes", "Tanaka", "Palmer"),
     *("Rossi", "Walker", "Jensen", "Cooper", "Weber", "Foster", "Moreau", "Turner", "Ivanov", "Brooks"),
 )
+EVERYBODY = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
 FILLERS = (
     "The market opens early in the morning and closes after lunch.",
     "Most visitors arrive by train and walk to the river.",
@@ -98,14 +99,13 @@ LIST_QUESTION = "Repeat this list, and write nothing else."
 
 def draw_names(number: int) -> list[str]:
     """Return the names of the list of that number, none twice."""
-    everybody = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
-    return Random(f"names/{number}").sample(everybody, NAMES)
+    return Random(f"names/{number}").sample(EVERYBODY, NAMES)
 
 
 def numbered(names: list[str]) -> str:
     return "\n".join(f"{place}. {name}" for place, name in enumerate(names, 1))
 
 
-def share_repeated(text: str, names: list[str]) -> float:
+def share_repeated(names: list[str], text: str) -> float:
     """Return the share of a list's names that a text has; how it separates them does not matter."""
     return sum(name in text for name in names) / len(names)

@@ -2,6 +2,7 @@
 tensor of any code."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,14 +46,15 @@ class Measurement:
 
 
 class TokenTimes(StoppingCriteria):
-    """Stopping criteria that record the time of each new token and never stop."""
+    """Stopping criteria that record the time of each new token, by the clock `now`, and never stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter):
+        self.now = now
         self.times: list[float] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.BoolTensor:
         synchronise(input_ids.device)
-        self.times.append(time.perf_counter())
+        self.times.append(self.now())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
