@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from kvcompress.bench.flags import add_flags
-from kvcompress.bench.results import Results, about, page, say, settle
+from kvcompress.bench.results import Results, about, check_files, page, say, settle
 from kvcompress.command_line import Parser, exit_code
-from kvcompress.files import check_output, write_text
+from kvcompress.files import write_text
 from kvcompress.flag_types import path
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Run:
         """`grid` names the flags that select cells; a resumed run may change these."""
         self.given = given = parser.parse_args(argv)
         declared = vars(given).keys() - {"out", "resume", *grid}
-        check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md")))
+        check_files(given.out, ".json", ".md")
         self.device = settle(given)
         words = [parser.prog.removeprefix("python -m "), *argv]
         head = about(words, {name: getattr(given, name) for name in sorted(declared)}, self.device)

@@ -238,16 +238,15 @@ def beside_kvpress(python: str, folder: Path, prompts: list[list[int]], ratios: 
     """Return a table of what kvpress, under its own `python`, and ours keep of prompts, given as token ids, with the
     model of a checkpoint's folder: the share of each run in percent, the least of the prompts."""
     budgets = [[kvcompress.Budget(ratio)(len(ids)) for ratio in ratios] for ids in prompts]
-    order = {"model": str(folder.resolve()), "prompts": []}
-    order["prompts"] = [{"ids": ids, "budgets": asked} for ids, asked in zip(prompts, budgets, strict=True)]
-    theirs, about = kept_by_kvpress(python, order)
+    asked = [{"ids": ids, "budgets": of_prompt} for ids, of_prompt in zip(prompts, budgets, strict=True)]
+    theirs, about = kept_by_kvpress(python, {"model": str(folder.resolve()), "prompts": asked})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     shares: dict[tuple[str, float], float] = {}
     for place, ids in enumerate(prompts):
         known = None
         for number, run in enumerate(about["runs"]):
-            for ratio, budget, asked in zip(ratios, budgets[place], run["asked"][place], strict=True):
-                own, shared = kept_by_ours(model, ids, known, run["method"], asked, run["options"])
+            for ratio, budget, kept in zip(ratios, budgets[place], run["asked"][place], strict=True):
+                own, shared = kept_by_ours(model, ids, known, run["method"], kept, run["options"])
                 known = known or shared
                 other = theirs[f"{number}/{place}/{budget}"][..., : len(ids)]
                 common = float((own & other).sum() / max(own.sum(), other.sum()))

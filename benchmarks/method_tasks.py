@@ -19,7 +19,7 @@ from lmms_eval_plugins.tiny_vlm.regimes import file_of, read_prompts
 from .learned import NOTES as LEARNED_QWEN2
 from .method_cells import Column, Protocol, Task, by_text
 from .pretrained import load_gemma3, load_smollm2
-from .retrieval import CONTEXT_TOKENS, LIST_QUESTION, draw_examples, draw_names, numbered, share_repeated
+from .retrieval import CONTEXT_TOKENS, LIST_QUESTION, draw_examples, draw_names, numbered, prompt_of, share_repeated
 from .ruler import NEEDLE_TOKENS, needles, qwen2
 
 QUERY_AWARE = Protocol("query-aware", {"scope": "prompt", "first_token": "compressed"})
@@ -154,13 +154,9 @@ def needle(questions: int) -> Task:
 def smollm2(questions: int) -> Task:
     model, tokenizer = load_smollm2()
     examples = draw_examples(questions)
-
-    def ids(text: str) -> list[int]:
-        return tokenizer(text)["input_ids"]
-
-    question_tokens = len(ids(examples[0].question))  # the same for all
-    prompts = [ids(one.context)[-CONTEXT_TOKENS:] + ids(one.question) for one in examples]
-    expected = [ids(one.answer) for one in examples]
+    question_tokens = len(tokenizer(examples[0].question)["input_ids"])  # the same for all
+    prompts = [prompt_of(one, tokenizer) for one in examples]
+    expected = [tokenizer(one.answer)["input_ids"] for one in examples]
 
     def inputs(batch: slice) -> dict[str, torch.Tensor]:
         return dict(tokenizer.pad({"input_ids": prompts[batch]}, return_tensors="pt"))

@@ -7,6 +7,8 @@ answers about four of five questions. Long answers: repeat a numbered list of na
 from dataclasses import dataclass
 from random import Random
 
+from transformers import PreTrainedTokenizerBase
+
 FACTS = 9  # per text
 OPENING = 4  # sentences without facts at the beginning, where a text can be cut
 CONTEXT_TOKENS = 420  # of SmolLM2's tokenizer, counted from the end; no text is shorter
@@ -71,6 +73,11 @@ class Example:
 def draw_examples(count: int, seed: str = "retrieval") -> list[Example]:
     """Draw examples; a larger `count` only adds to them."""
     return [_draw(Random(f"{seed}/{number}")) for number in range(count)]
+
+
+def prompt_of(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return an example's prompt, the end of its context and the question, as token ids."""
+    return tokenizer(example.context)["input_ids"][-CONTEXT_TOKENS:] + tokenizer(example.question)["input_ids"]
 
 
 def _draw(rng: Random) -> Example:
