@@ -17,13 +17,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvcompress.bench.results import about, page
 from kvcompress.bench.timing import table
-from kvcompress.files import write_text
 from kvcompress.flag_types import path
 from lmms_eval_plugins.report.significance import ALPHA, Comparison, holm, paired_test
 
-from .driver import save, start, tasks_parser
+from .driver import IMAGES, page_of_answers, points, publish, save, start, tasks_parser
 from .method_cells import Answers, Cell, Column, Protocol, Task, compute
 from .method_tasks import TASKS
 from .ruler import task_of
@@ -48,7 +46,6 @@ MODELS: dict[str, tuple[str, int, list[Callable[[], Task]]]] = {  # title, SnapK
         [lambda: task_of("niah_multikey_2", 1024, 20), lambda: task_of("ruler_vt", 1024, 20)],
     ),
 }
-FIGURE = Path(__file__).parent.parent / "docs" / "images" / "ablation.png"
 
 
 def cells(window: int) -> dict[tuple[str, str], list[Cell]]:
@@ -113,14 +110,13 @@ def report(found: dict[str, tuple[float, list[Row]]]) -> str:
         title, _, _ = MODELS[name]
         lines = []
         for row in rows:
-            one = row.against
-            text = f"{100 * one.difference:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]"
+            text = points(*(100 * each for each in (row.against.difference, row.against.low, row.against.high)))
             lines.append([row.part, row.value, f"{row.score:.1f}", f"**{text}**" if row.survives else text])
         parts += [
             f"## {title[0].upper()}{title[1:]}: SnapKV {base:.1f} %, {rows[0].against.questions} questions",
             table(["part", "value", "right, %", "against SnapKV, points"], lines, names=2),
         ]
-    return page(about(["benchmarks.ablation", *found], {}, torch.device("cpu")), "Which part matters?", *parts)
+    return page_of_answers(["ablation", *found], "Which part matters?", *parts)
 
 
 def draw(found: dict[str, tuple[float, list[Row]]], figure: Path) -> None:
@@ -150,7 +146,7 @@ def draw(found: dict[str, tuple[float, list[Row]]], figure: Path) -> None:
 
 def main(argv: list[str]) -> None:
     parser = tasks_parser("ablation", __doc__, MODELS)
-    parser.add_argument("--figure", type=path, default=FIGURE, help="file of the figure")
+    parser.add_argument("--figure", type=path, default=IMAGES / "ablation.png", help="file of the figure")
     given = parser.parse_args(argv)
     torch.set_num_threads(1)
     found = {}
@@ -167,10 +163,8 @@ def main(argv: list[str]) -> None:
                 compute(task, [of_task(cell, task) for own in asked.values() for cell in own], answers)
         found[name] = rows_of(asked, tasks, answers)
     if found:
-        text = report(found)
-        write_text(given.out / "ablation.md", text)
+        publish(given.out / "ablation.md", report(found))
         draw(found, given.figure)
-        print(text)
 
 
 if __name__ == "__main__":

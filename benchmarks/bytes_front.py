@@ -13,14 +13,12 @@ from pathlib import Path
 import torch
 
 import kvcompress
-from kvcompress.bench.results import about, page
 from kvcompress.bench.timing import table
 from kvcompress.errors import KVCompressError
-from kvcompress.files import write_text
 
-from .driver import save, start, tasks_parser
+from .driver import page_of_answers, publish, save, start, tasks_parser, wrapped
 from .method_cells import RATIOS, Answers, Cell, Column, Protocol, Task, compute
-from .method_table import Estimate, wrapped
+from .method_table import Estimate
 from .method_tasks import TASKS
 
 PROTOCOL = Protocol("front", {"first_token": "compressed"})
@@ -135,8 +133,7 @@ def report(task: Task, points: list[Point]) -> str:
         "●: no other is as accurate with fewer bytes, or more accurate with no more.",
         table(["", "cache", "bytes of full", "KiB", "accuracy"], everything, names=2),
     ]
-    head = about(["benchmarks.bytes_front", task.name], {}, torch.device("cpu"))
-    return page(head, f"Bytes against accuracy, {task.name}", *parts)
+    return page_of_answers(["bytes_front", task.name], f"Bytes against accuracy, {task.name}", *parts)
 
 
 def plot(task: Task, points: list[Point], path: Path) -> None:
@@ -186,10 +183,8 @@ def main(argv: list[str]) -> None:
         ]
         if not any(point.kind == "full" for point in points):
             raise KVCompressError(f"{answers.path} has no answers of today's full cache: run without --tables-only")
-        text = report(task, points)
-        write_text(base.with_suffix(".md"), text)
+        publish(base.with_suffix(".md"), report(task, points))
         plot(task, points, base.with_suffix(".png"))
-        print(text)
 
 
 if __name__ == "__main__":

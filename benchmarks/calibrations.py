@@ -12,7 +12,7 @@ from tiny_vlm.calibrate import calibrate_all
 from .driver import new_parser, start
 from .method_tasks import SMOLLM2_CALIBRATIONS
 from .pretrained import load_smollm2
-from .retrieval import CONTEXT_TOKENS, draw_examples
+from .retrieval import draw_examples, prompt_of
 
 TEXTS = 16
 LARGE = ("expected-attention",)  # its file would be 4.5 MB, and it works without
@@ -24,12 +24,7 @@ def main(argv: list[str]) -> None:
     out = parser.parse_args(argv).out
     torch.set_num_threads(1)
     model, tokenizer = load_smollm2()
-
-    def ids(text: str) -> list[int]:
-        return tokenizer(text)["input_ids"]
-
-    texts = [ids(one.context)[-CONTEXT_TOKENS:] + ids(one.question) for one in draw_examples(TEXTS, "calibration")]
-    prompts = [{"input_ids": torch.tensor([text])} for text in texts]
+    prompts = [{"input_ids": torch.tensor([prompt_of(one, tokenizer)])} for one in draw_examples(TEXTS, "calibration")]
     data = f"{TEXTS} fresh texts of benchmarks/retrieval.py"
     calibrate_all(model, "SmolLM2-135M-Instruct", lambda: prompts, data, out, LARGE)
 

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from random import Random
 
-from .retrieval import FILLERS, FIRST_NAMES, LAST_NAMES, OPENING, PLACES
+from .retrieval import EVERYBODY, FILLERS, OPENING, PLACES
 
 TURNS = 5
 NEEDLES = 8  # sentences in prose that each say the code of one place
@@ -31,24 +31,22 @@ class Conversation:
     turns: tuple[Turn, ...]
 
 
-def draw_conversations(
-    count: int, needles: int = NEEDLES, records: int = RECORDS, turns: int = TURNS, seed: str = "turns"
-) -> list[Conversation]:
+def draw_conversations(count: int, seed: str = "turns") -> list[Conversation]:
     """Draw conversations that ask about needles and records in turn, every second one about a record first; a larger
-    `count` only adds to them. `needles` and `records`: of a text; `turns`: at most twice the smaller of them."""
-    return [_draw(Random(f"{seed}/{number}"), number % 2, needles, records, turns) for number in range(count)]
+    `count` only adds to them."""
+    return [_draw(Random(f"{seed}/{number}"), number % 2) for number in range(count)]
 
 
-def _draw(rng: Random, first: int, needles: int, records: int, turns: int) -> Conversation:
-    names = rng.sample([f"{name} {family}" for name in FIRST_NAMES for family in LAST_NAMES], records)
-    numbers = rng.sample(range(100, 1000), needles + records)  # unique: an answer says which sentence was read
-    beginnings = [NEEDLE.format(place) for place in rng.sample(PLACES, needles)] + [RECORD.format(key) for key in names]
+def _draw(rng: Random, first: int) -> Conversation:
+    names = rng.sample(EVERYBODY, RECORDS)
+    numbers = rng.sample(range(100, 1000), NEEDLES + RECORDS)  # unique: an answer says which sentence was read
+    beginnings = [NEEDLE.format(place) for place in rng.sample(PLACES, NEEDLES)] + [RECORD.format(key) for key in names]
     facts = [(beginning, f" {number}") for beginning, number in zip(beginnings, numbers, strict=True)]
     fillers = rng.sample(FILLERS, len(FILLERS))
     sentences = [f"{beginning}{answer}." for beginning, answer in facts] + fillers[OPENING:]
     rng.shuffle(sentences)
-    asked = {"needle": iter(rng.sample(facts[:needles], needles)), "record": iter(rng.sample(facts[needles:], records))}
-    kinds = [list(asked)[(first + place) % 2] for place in range(turns)]
+    asked = {"needle": iter(rng.sample(facts[:NEEDLES], NEEDLES)), "record": iter(rng.sample(facts[NEEDLES:], RECORDS))}
+    kinds = [list(asked)[(first + place) % 2] for place in range(TURNS)]
     of_turns = ((kind, *next(asked[kind])) for kind in kinds)
     return Conversation(
         " ".join(fillers[:OPENING] + sentences),

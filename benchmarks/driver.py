@@ -2,14 +2,17 @@
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from kvcompress.bench.flags import add_flags
-from kvcompress.bench.results import Results, about, page, say, settle
+from kvcompress.bench.results import Results, about, check_files, page, say, settle
 from kvcompress.command_line import Parser, exit_code
-from kvcompress.files import check_output, write_text
+from kvcompress.files import write_text
 from kvcompress.flag_types import path
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path("benchmarks/results")
 RESULTS = Path(__file__).parent / "results"  # in any working directory
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
 
 
 def new_parser(name: str, doc: str, *flags: str, **defaults: Any) -> argparse.ArgumentParser:
@@ -48,6 +52,27 @@ def save(figure: "Figure", file: Path, dpi: int = 130) -> None:
     figure.savefig(file, dpi=dpi)
 
 
+def wrapped(text: str, indent: str = "") -> str:
+    """Wrap a paragraph of Markdown; `indent`: before each line but the first."""
+    return textwrap.fill(text, 118, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def points(difference: float, low: float, high: float, digits: int = 1) -> str:
+    """Format a difference in points with its interval."""
+    return f"{difference:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+
+
+def page_of_answers(words: list[str], title: str, *parts: str) -> str:
+    """Return the page of a benchmark of answers, which are computed on the CPU; `words`: its name and arguments."""
+    return page(about([f"benchmarks.{words[0]}", *words[1:]], {}, torch.device("cpu")), title, *parts)
+
+
+def publish(file: Path, text: str) -> None:
+    """Write a page, and print it."""
+    write_text(file, text)
+    print(text)
+
+
 def put(page_file: Path, benchmark: str, name: str, text: str) -> None:
     """Replace the text between a page's two marks of that name, and print it."""
     begin, end = f"<!-- {name}: made by benchmarks/{benchmark}.py -->\n", f"<!-- end of {name} -->"
@@ -73,7 +98,7 @@ class Run:
         """`grid` names the flags that select cells; a resumed run may change these."""
         self.given = given = parser.parse_args(argv)
         declared = vars(given).keys() - {"out", "resume", *grid}
-        check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md")))
+        check_files(given.out, ".json", ".md")
         self.device = settle(given)
         words = [parser.prog.removeprefix("python -m "), *argv]
         head = about(words, {name: getattr(given, name) for name in sorted(declared)}, self.device)

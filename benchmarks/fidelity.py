@@ -18,7 +18,6 @@ method that both have keeps in both into benchmarks/results/kvpress.md.
 import json
 import subprocess
 import tempfile
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -45,7 +44,7 @@ from tests.oracle.authors.states import DECODED, RATIOS, ratio_of, states
 from tests.oracle.authors.token_recording import TokenRecording
 
 from . import method_cells, method_tasks
-from .driver import RESULTS, new_parser, put, start
+from .driver import RESULTS, new_parser, put, start, wrapped
 from .pretrained import export
 from .ruler import WORK, needles
 
@@ -156,7 +155,7 @@ def markdown(found: list[Row], dropping: list[TokenRow]) -> str:
         label = f"{row.label} <sup>{marks}</sup>" if marks else row.label
         name = linked[row.repository, row.commit]
         lines.append(f"| {label} | [{name}] | {row.states} |{'|'.join(cells)}|")  # no spaces: some labels are long
-    said = [wrapped(f"{number}. {note}") for number, note in enumerate(notes, 1)]
+    said = [wrapped(f"{number}. {note}", indent="   ") for number, note in enumerate(notes, 1)]
     links = [f"[{name}]: {repository}/tree/{commit}" for (repository, commit), name in linked.items()]
     blocks = ["\n".join(lines), "\n".join(said)]
     blocks += [TOKENS, tokens_table(dropping, linked)] if dropping else []
@@ -175,10 +174,6 @@ def cell(row: Row, ratio: float) -> str:
     """Format a share after the prompt, with the ratio held if it is not the column's."""
     held = f"{row.held.get(ratio, ratio):.2f}"
     return percent(row.shares.get((0, ratio))) + ("" if held == f"{ratio:.2f}" else f" ({held})")
-
-
-def wrapped(note: str) -> str:
-    return textwrap.fill(note, 118, subsequent_indent="   ", break_on_hyphens=False)
 
 
 def percent(share: float | None) -> str:
@@ -243,16 +238,15 @@ def beside_kvpress(python: str, folder: Path, prompts: list[list[int]], ratios: 
     """Return a table of what kvpress, under its own `python`, and ours keep of prompts, given as token ids, with the
     model of a checkpoint's folder: the share of each run in percent, the least of the prompts."""
     budgets = [[kvcompress.Budget(ratio)(len(ids)) for ratio in ratios] for ids in prompts]
-    order = {"model": str(folder.resolve()), "prompts": []}
-    order["prompts"] = [{"ids": ids, "budgets": asked} for ids, asked in zip(prompts, budgets, strict=True)]
-    theirs, about = kept_by_kvpress(python, order)
+    asked = [{"ids": ids, "budgets": of_prompt} for ids, of_prompt in zip(prompts, budgets, strict=True)]
+    theirs, about = kept_by_kvpress(python, {"model": str(folder.resolve()), "prompts": asked})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     shares: dict[tuple[str, float], float] = {}
     for place, ids in enumerate(prompts):
         known = None
         for number, run in enumerate(about["runs"]):
-            for ratio, budget, asked in zip(ratios, budgets[place], run["asked"][place], strict=True):
-                own, shared = kept_by_ours(model, ids, known, run["method"], asked, run["options"])
+            for ratio, budget, kept in zip(ratios, budgets[place], run["asked"][place], strict=True):
+                own, shared = kept_by_ours(model, ids, known, run["method"], kept, run["options"])
                 known = known or shared
                 other = theirs[f"{number}/{place}/{budget}"][..., : len(ids)]
                 common = float((own & other).sum() / max(own.sum(), other.sum()))

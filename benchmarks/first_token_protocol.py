@@ -13,15 +13,13 @@ import torch
 from rich.progress import track
 
 import kvcompress
-from kvcompress.bench.results import about, page
 from kvcompress.bench.timing import table
-from kvcompress.files import write_text
 from kvcompress.flag_types import whole
 from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT
 from lmms_eval_plugins.tiny_vlm.accuracy import Reader, by_kind
 from lmms_eval_plugins.tiny_vlm.dataset import HEADLINE, read_examples
 
-from .driver import FOLDER, new_parser, start
+from .driver import FOLDER, new_parser, page_of_answers, publish, start
 
 METHODS = {"snapkv": {"window_size": 8}, "streamingllm": {}, "random": {}}
 RATIOS = (0.5, 0.25, 0.1, 0.05)
@@ -54,10 +52,7 @@ def main(argv: list[str]) -> None:
         f"cache: {accuracy(None, None)}."
     )
     shown = table(["method", "protocol", *(f"{ratio:g}" for ratio in RATIOS)], rows, names=2)
-    head = about(["benchmarks.first_token_protocol", *argv], {}, torch.device("cpu"))
-    text = page(head, "When compression takes hold", what, shown)
-    write_text(given.out, text)
-    print(text)
+    publish(given.out, page_of_answers(["first_token_protocol", *argv], "When compression takes hold", what, shown))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, StoppingCriteria
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 import kvcompress
 from kvcompress.bench.shapes import SHAPES
@@ -22,22 +22,12 @@ from kvcompress.bench.standalone import CLOCKS, load
 from kvcompress.bench.throughput import Asked, next_result, workload
 from kvcompress.bench.timing import short, table
 from kvcompress.flag_types import whole
+from kvcompress.measure import TokenTimes
 
 from .driver import Run, speed_parser, start
 
 PAGE = 16  # tokens per page of continuous batching
 Times = dict[int, list[float]]  # by request, when each token came, in seconds from the start
-
-
-class Watch(StoppingCriteria):
-    """Records the time of each token of a request; never stops it."""
-
-    def __init__(self, now: Callable[[], float]):
-        self.now, self.times = now, []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None, **kwargs: object) -> torch.Tensor:
-        self.times.append(self.now())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def in_flight(
@@ -50,7 +40,7 @@ def in_flight(
     piece: int | None,
 ) -> Times:
     """Answer by `Session.generate_many`, with `prefill_tokens=piece`."""
-    watches = [Watch(now) for _ in requests]
+    watches = [TokenTimes(now) for _ in requests]
     prompts = [
         kvcompress.Request(
             {"input_ids": torch.tensor([asked.prompt])}, {"max_new_tokens": asked.new, "stopping_criteria": [watch]}

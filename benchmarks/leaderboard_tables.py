@@ -1,6 +1,5 @@
 """The tables of all methods as the leaderboard reads them: answers of the verdict, and of RULER on a Qwen2."""
 
-import textwrap
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +10,7 @@ from lmms_eval_plugins.leaderboard.choice import choose
 from lmms_eval_plugins.leaderboard.tables import Entry, Table
 
 from . import ruler, verdict
+from .driver import wrapped
 from .method_cells import Answers, Cell, Task
 
 REGIMES = {  # of the verdict -> as the leaderboard names what prompts hold; the model
@@ -102,5 +102,5 @@ def sentences(found: list[Table]) -> str:
             model = "the bundled model" if table.model == "tiny" else table.model
             where = model if table.task in REGIMES else f"{table.task}, {model}"
             name = f"**{table.regime[0].upper()}{table.regime[1:]}** ({where}){drops}"
-            lines.append(textwrap.fill(f"- {name}: {chosen}", 118, subsequent_indent="  ", break_on_hyphens=False))
+            lines.append(wrapped(f"- {name}: {chosen}", indent="  "))
     return "\n".join(lines)

@@ -5,10 +5,11 @@ import inspect
 import json
 import time
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,6 +89,18 @@ class Task:
     shows: tuple[str, ...] = ()
 
 
+def by_text(
+    tokenizer: Any, asked: Sequence[Any], score: Callable[[Any, str], float]
+) -> Callable[[slice, torch.Tensor], list[float]]:
+    """Return a `Task.right` that scores each answer's text: `score` takes one of `asked` and the text."""
+
+    def right(batch: slice, new: torch.Tensor) -> list[float]:
+        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+        return [score(one, text) for one, text in zip(asked[batch], texts, strict=True)]
+
+    return right
+
+
 @dataclass(frozen=True)
 class Cell:
     """A cell of a table."""
@@ -129,10 +142,8 @@ def cells_of(task: Task, methods: list[str]) -> list[Cell]:
                     continue
             elif task.calibrations and (note := task.calibrations / f"{method}.json").exists():
                 calibration = note
-            if (
-                info.options.get("answer_tokens", task.new_tokens) < task.new_tokens
-            ):  # hindsight looks ahead at the whole answer
-                options["answer_tokens"] = task.new_tokens
+            if info.options.get("answer_tokens", task.new_tokens) < task.new_tokens:
+                options["answer_tokens"] = task.new_tokens  # hindsight looks ahead at the whole answer
             if issubclass(info.cls, KVCluster):
                 window = info.options.get("window_size")
                 observes = window and make_cluster(method).query_window == window
@@ -171,10 +182,8 @@ class Answers:
         every = [*before, *map(float, right)]
         self.right[cell.key] = ("" if set(every) <= {0.0, 1.0} else " ").join(f"{one:.4g}" for one in every)
         if shares and (cell.key in self.kept or not before):
-            mean, known = np.mean(shares, axis=1), self.kept.get(cell.key, 0.0)
-            self.kept[cell.key] = np.round(
-                (mean * len(right) + np.multiply(known, len(before))) / len(every), 4
-            ).tolist()
+            sums = np.mean(shares, axis=1) * len(right) + np.multiply(self.kept.get(cell.key, 0.0), len(before))
+            self.kept[cell.key] = np.round(sums / len(every), 4).tolist()
         self._write()
 
     def refuse(self, cell: Cell, error: kvcompress.KVCompressError) -> None:

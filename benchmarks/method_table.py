@@ -9,21 +9,18 @@ further questions. Then a table (.md) is written beside them; `python -m benchma
 """
 
 import math
-import textwrap
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 import kvcompress
-from kvcompress.bench.results import about, page
 from kvcompress.bench.timing import table
-from kvcompress.files import write_text
 from kvcompress.flag_types import label
 from lmms_eval_plugins.report.metrics import headroom
 from lmms_eval_plugins.report.numbers import near, share, shares
 
-from .driver import start, tasks_parser
+from .driver import page_of_answers, publish, start, tasks_parser, wrapped
 from .method_cells import FULL, RULERS, Answers, Cell, Column, Protocol, Task, cells_of, compute
 from .method_tasks import BY_NAME, TASKS
 
@@ -159,11 +156,7 @@ def report(task: Task, tables: list[tuple[Protocol, Rows]], missing: dict[str, s
     for method, why in sorted(missing.items()):
         reasons.setdefault(why, []).append(method)
     parts += [wrapped(f"Not in every column: {', '.join(methods)} ({why}).") for why, methods in reasons.items()]
-    return page(about(["benchmarks.method_table", task.name], {}, torch.device("cpu")), task.title, *parts)
-
-
-def wrapped(text: str) -> str:
-    return textwrap.fill(text, 118, break_on_hyphens=False)
+    return page_of_answers(["method_table", task.name], task.title, *parts)
 
 
 def main(argv: list[str]) -> None:
@@ -181,14 +174,11 @@ def main(argv: list[str]) -> None:
         base = given.out / f"method_table_{name}"
         answers = Answers(base.with_suffix(".json"), task.identity)
         if not given.tables_only:
-            own = [cell for cell in cells if cell.method in asked]
-            compute(task, own, answers)
+            compute(task, [cell for cell in cells if cell.method in asked], answers)
         rows = [(protocol, rows_of(protocol, cells, answers, task.questions)) for protocol in task.protocols]
         why = {cell.method: "not answered yet" for cell in cells if not len(answers.of(cell, task.questions))}
         why |= {cell.method: answers.refused[cell.key] for cell in cells if cell.key in answers.refused}
-        text = report(task, rows, why)
-        write_text(base.with_suffix(".md"), text)
-        print(text)
+        publish(base.with_suffix(".md"), report(task, rows, why))
 
 
 if __name__ == "__main__":

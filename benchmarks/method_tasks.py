@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from pathlib import Path
 
 import torch
@@ -17,9 +17,9 @@ from lmms_eval_plugins.tiny_vlm.questions import Example, Shown
 from lmms_eval_plugins.tiny_vlm.regimes import file_of, read_prompts
 
 from .learned import NOTES as LEARNED_QWEN2
-from .method_cells import Column, Protocol, Task
+from .method_cells import Column, Protocol, Task, by_text
 from .pretrained import load_gemma3, load_smollm2
-from .retrieval import CONTEXT_TOKENS, LIST_QUESTION, draw_examples, draw_names, numbered, share_repeated
+from .retrieval import CONTEXT_TOKENS, LIST_QUESTION, draw_examples, draw_names, numbered, prompt_of, share_repeated
 from .ruler import NEEDLE_TOKENS, needles, qwen2
 
 QUERY_AWARE = Protocol("query-aware", {"scope": "prompt", "first_token": "compressed"})
@@ -50,23 +50,13 @@ def _hash_with_model(questions: Path) -> str:
     return _hash(*(file.read_bytes() for file in (questions, *(TINY_CHECKPOINT / name for name in DEFINE_MODEL))))
 
 
-def _exact(reader: Reader, asked: Sequence[Example | Shown]) -> Callable[[slice, torch.Tensor], list[bool]]:
-    def right(batch: slice, new: torch.Tensor) -> list[bool]:
-        texts = reader.processor.batch_decode(new, skip_special_tokens=True)
-        return [text.strip() == one.question.answer for text, one in zip(texts, asked[batch], strict=True)]
-
-    return right
+def _is_exact(asked: Example | Shown, text: str) -> bool:
+    return text.strip() == asked.question.answer
 
 
-def _signs_read(reader: Reader, asked: Sequence[Shown]) -> Callable[[slice, torch.Tensor], list[float]]:
-    """Score answers with the task's own `signs_read`."""
-
-    def right(batch: slice, new: torch.Tensor) -> list[float]:
-        texts = reader.processor.batch_decode(new, skip_special_tokens=True)
-        docs = [{"answer": one.question.answer} for one in asked[batch]]
-        return [process_long_results(doc, [text])["signs_read"] for doc, text in zip(docs, texts, strict=True)]
-
-    return right
+def _signs_read(asked: Shown, text: str) -> float:
+    """Return the task's own `signs_read`."""
+    return process_long_results({"answer": asked.question.answer}, [text])["signs_read"]
 
 
 def tiny(questions: int) -> Task:
@@ -82,7 +72,7 @@ def tiny(questions: int) -> Task:
         batch_size=25,
         new_tokens=MAX_NEW_TOKENS,
         inputs=lambda batch: reader.inputs(examples[batch]),
-        right=_exact(reader, examples),
+        right=by_text(reader.processor, examples, _is_exact),
         protocols=(QUERY_AWARE,),
         has_images=True,
         window_size=8,
@@ -112,7 +102,7 @@ def regime(
         batch_size=batch_size,
         new_tokens=MAX_TOKENS_OF_REGIMES if is_long else MAX_NEW_TOKENS,
         inputs=lambda batch: reader.shown_inputs(prompts[batch]),
-        right=(_signs_read if is_long else _exact)(reader, prompts),
+        right=by_text(reader.processor, prompts, _signs_read if is_long else _is_exact),
         measure="Signs read" if is_long else "Accuracy",
         protocols=protocols,
         has_images=True,
@@ -164,13 +154,9 @@ def needle(questions: int) -> Task:
 def smollm2(questions: int) -> Task:
     model, tokenizer = load_smollm2()
     examples = draw_examples(questions)
-
-    def ids(text: str) -> list[int]:
-        return tokenizer(text)["input_ids"]
-
-    question_tokens = len(ids(examples[0].question))  # the same for all
-    prompts = [ids(one.context)[-CONTEXT_TOKENS:] + ids(one.question) for one in examples]
-    expected = [ids(one.answer) for one in examples]
+    question_tokens = len(tokenizer(examples[0].question)["input_ids"])  # the same for all
+    prompts = [prompt_of(one, tokenizer) for one in examples]
+    expected = [tokenizer(one.answer)["input_ids"] for one in examples]
 
     def inputs(batch: slice) -> dict[str, torch.Tensor]:
         return dict(tokenizer.pad({"input_ids": prompts[batch]}, return_tensors="pt"))
@@ -214,10 +200,6 @@ def qwen2_list(questions: int) -> Task:
             )
         )
 
-    def right(batch: slice, new: torch.Tensor) -> list[float]:
-        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
-        return [share_repeated(text, names) for text, names in zip(texts, lists[batch], strict=True)]
-
     return Task(
         name="qwen2_list",
         title="Long answers on Qwen2.5-Coder-0.5B, a list repeated",
@@ -227,7 +209,7 @@ def qwen2_list(questions: int) -> Task:
         batch_size=10,
         new_tokens=longest + 8,
         inputs=inputs,
-        right=right,
+        right=by_text(tokenizer, lists, share_repeated),
         measure="Names repeated",
         protocols=(decode_budgets((256, 8), (128, 8)),),
         has_images=False,
@@ -244,14 +226,7 @@ def ruler(
     def task(questions: int) -> Task:
         model, tokenizer = load()
         asked = needles(tokenizer, questions)
-
-        def inputs(batch: slice) -> dict[str, torch.Tensor]:
-            return dict(tokenizer([text for text, _ in asked[batch]], padding=True, return_tensors="pt"))
-
-        def right(batch: slice, new: torch.Tensor) -> list[bool]:
-            texts = tokenizer.batch_decode(new, skip_special_tokens=True)
-            return [number in text for text, (_, number) in zip(texts, asked[batch], strict=True)]
-
+        texts, numbers = [text for text, _ in asked], [number for _, number in asked]
         return Task(
             name=name,
             title=f"Methods on RULER's needle, {name}",
@@ -260,8 +235,8 @@ def ruler(
             questions=len(asked),
             batch_size=10,
             new_tokens=NEEDLE_TOKENS,
-            inputs=inputs,
-            right=right,
+            inputs=lambda batch: dict(tokenizer(texts[batch], padding=True, return_tensors="pt")),
+            right=by_text(tokenizer, numbers, lambda number, text: number in text),
             protocols=(QUERY_AWARE,),
             has_images=False,
             calibrations=calibrations,

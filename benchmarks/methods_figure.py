@@ -10,9 +10,8 @@ import numpy as np
 
 from kvcompress.flag_types import path
 
-from .driver import RESULTS, new_parser, save, start
+from .driver import IMAGES, RESULTS, new_parser, save, start
 
-FIGURE = Path(__file__).parent.parent / "docs" / "images" / "methods-compared.png"
 TITLES = {
     "tiny": "a picture",
     "tiny_multi_image": "several pictures",
@@ -82,7 +81,7 @@ def draw(panels: dict[str, Panel], path: Path) -> None:
 
 def main(argv: list[str]) -> None:
     parser = new_parser("methods_figure", __doc__)
-    parser.add_argument("--out", type=path, default=FIGURE, help="the picture")
+    parser.add_argument("--out", type=path, default=IMAGES / "methods-compared.png", help="the picture")
     out = parser.parse_args(argv).out
     tables = {title: RESULTS / f"method_table_{name}.md" for name, title in TITLES.items()}
     draw({title: Panel.of(file.read_text(encoding="utf-8")) for title, file in tables.items()}, out)

@@ -35,7 +35,7 @@ from kvcompress.hooks.shared_prompt import PromptPass
 from kvcompress.methods import method_info
 from kvcompress.policy.options import all_options
 
-from .driver import RESULTS, new_parser, start
+from .driver import RESULTS, new_parser, points, publish, start
 from .method_cells import Answers, Cell, Column, Protocol, Task, cells_of, compute
 from .method_table import RULERS
 from .method_tasks import QUERY_AWARE, RULER, TASKS
@@ -348,7 +348,7 @@ def held_out(out: Path, recipe: Recipe, processes: int = 0) -> str:
         best = max(rivals, key=lambda method: right[method].mean())
         lines.append([title, right[""].shape[1], *compared([right], best), percent([right], FIRST)])
         taken = [right[f"-{part}"] for part in without]
-        parts.append([title, *("refused" if one is None else points([(right[""], one)]) for one in taken)])
+        parts.append([title, *("refused" if one is None else points(*difference([(right[""], one)])) for one in taken)])
     if searched:
         best = max(overall, key=lambda method: np.mean([right[method].mean() for right in searched]))
         lines.append(["mean of those searched", "", *compared(searched, best), percent(searched, FIRST)])
@@ -367,7 +367,7 @@ def confirm(out: Path, recipe: Recipe) -> str:
         asked.compute([name], list(recipes.values()))
         right = {title: asked.right(name, one) for title, one in recipes.items()}
         best = max(rivals, key=lambda method: right[method].mean())
-        first = percent([right], FIRST), points([(right[FIRST], right[best])])
+        first = percent([right], FIRST), points(*difference([(right[FIRST], right[best])]))
         lines.append([f"`{name}`", right[""].shape[1], *compared([right], best), *first])
     header = ["task", "new questions", "recipe", "best published", "difference", FIRST, "difference"]
     return table(header, lines, names=1)
@@ -375,7 +375,7 @@ def confirm(out: Path, recipe: Recipe) -> str:
 
 def compared(tasks: list[dict[str, np.ndarray]], best: str) -> list[str]:
     """The recipe, the best published method, and the difference, as cells of a row."""
-    apart = points([(right[""], right[best]) for right in tasks])
+    apart = points(*difference([(right[""], right[best]) for right in tasks]))
     return [percent(tasks, ""), f"{best} {percent(tasks, best)}", apart]
 
 
@@ -383,11 +383,6 @@ def percent(tasks: list[dict[str, np.ndarray]], name: str) -> str:
     """Format the mean over tasks; empty if one of them refuses it."""
     found = [right[name] for right in tasks]
     return "" if any(one is None for one in found) else f"{100 * np.mean([one.mean() for one in found]):.1f}"
-
-
-def points(pairs: list[tuple[np.ndarray, np.ndarray]]) -> str:
-    """A `difference` as it stands in a table."""
-    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*difference(pairs))
 
 
 def main(argv: list[str]) -> None:
@@ -412,8 +407,7 @@ def main(argv: list[str]) -> None:
         text, name = held_out(given.out, recipe, given.processes), "own_method.md"
     else:
         text, name = confirm(given.out, recipe), "own_method_confirm.md"
-    write_text(given.out / name, text)
-    print(text)
+    publish(given.out / name, text)
 
 
 if __name__ == "__main__":

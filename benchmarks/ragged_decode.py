@@ -29,11 +29,11 @@ from kvcompress.hooks import attention
 from kvcompress.kernels.ragged_decode import decode_by_segment, decode_gathered, has_triton, ragged_decode_reference
 
 from .driver import Run, speed_parser, start
+from .kernels import MODELS
 
 BATCHES = (1, 8, 32)
 LENGTHS = (64, 256, 1024, 4096)  # mean entries per segment; segments have 0.3 to 1.7 times as many
 SPARE = 32
-MODELS = {"SmolLM2-135M": (9, 3, 64), "Qwen2-7B": (28, 4, 128)}  # heads, KV heads, head_dim
 RATIO = 0.1
 
 

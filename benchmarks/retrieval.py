@@ -7,6 +7,8 @@ answers about four of five questions. Long answers: repeat a numbered list of na
 from dataclasses import dataclass
 from random import Random
 
+from transformers import PreTrainedTokenizerBase
+
 FACTS = 9  # per text
 OPENING = 4  # sentences without facts at the beginning, where a text can be cut
 CONTEXT_TOKENS = 420  # of SmolLM2's tokenizer, counted from the end; no text is shorter
@@ -27,6 +29,7 @@ LAST_NAMES = (
     *("Lopez", "Carter", "Novak", "Bennett", "Fischer", "Morgan", "Silva", "Hughes", "Tanaka", "Palmer"),
     *("Rossi", "Walker", "Jensen", "Cooper", "Weber", "Foster", "Moreau", "Turner", "Ivanov", "Brooks"),
 )
+EVERYBODY = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
 FILLERS = (
     "The market opens early in the morning and closes after lunch.",
     "Most visitors arrive by train and walk to the river.",
@@ -72,6 +75,11 @@ def draw_examples(count: int, seed: str = "retrieval") -> list[Example]:
     return [_draw(Random(f"{seed}/{number}")) for number in range(count)]
 
 
+def prompt_of(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return an example's prompt, the end of its context and the question, as token ids."""
+    return tokenizer(example.context)["input_ids"][-CONTEXT_TOKENS:] + tokenizer(example.question)["input_ids"]
+
+
 def _draw(rng: Random) -> Example:
     statements = rng.choices(list(STATEMENTS), k=FACTS)
     facts = [
@@ -98,14 +106,13 @@ LIST_QUESTION = "Repeat this list, and write nothing else."
 
 def draw_names(number: int) -> list[str]:
     """Return the names of the list of that number, none twice."""
-    everybody = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
-    return Random(f"names/{number}").sample(everybody, NAMES)
+    return Random(f"names/{number}").sample(EVERYBODY, NAMES)
 
 
 def numbered(names: list[str]) -> str:
     return "\n".join(f"{place}. {name}" for place, name in enumerate(names, 1))
 
 
-def share_repeated(text: str, names: list[str]) -> float:
+def share_repeated(names: list[str], text: str) -> float:
     """Return the share of a list's names that a text has; how it separates them does not matter."""
     return sum(name in text for name in names) / len(names)

@@ -23,17 +23,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 import kvcompress
-from kvcompress.bench.results import about, page
 from kvcompress.bench.timing import table
-from kvcompress.files import write_text
 from kvcompress.flag_types import path
 from lmms_eval_plugins.report.metrics import headroom
 from lmms_eval_plugins.report.significance import ALPHA, holm, paired_test
 from lmms_eval_plugins.text.tasks import quiet
 
-from .driver import RESULTS, new_parser, start
+from .driver import RESULTS, new_parser, page_of_answers, points, publish, start
 from .learned import MODEL, NOTES
-from .method_cells import FULL, RULERS, Answers, Cell, Column, Protocol, Task, cells_of, compute
+from .method_cells import FULL, RULERS, Answers, Cell, Column, Protocol, Task, by_text, cells_of, compute
 from .pretrained import export
 
 if TYPE_CHECKING:
@@ -158,26 +156,21 @@ def task_of(name: str, length: int, questions: int) -> Task:
     dtype = torch.float32 if name in IN_FP32.get(length, ()) else torch.bfloat16
     checkpoint, model, tokenizer = qwen2(dtype)
     requests = drawn(checkpoint, name, length, questions)
+    prompts = [one.args[0] for one in requests]
 
-    def inputs(batch: slice) -> dict[str, torch.Tensor]:
-        return dict(tokenizer([one.args[0] for one in requests[batch]], padding=True, return_tensors="pt"))
+    def score(asked: "Instance", text: str) -> float:
+        return process_results(asked.doc, [text])[str(length)]
 
-    def right(batch: slice, new: torch.Tensor) -> list[float]:
-        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
-        scored = [process_results(one.doc, [text]) for one, text in zip(requests[batch], texts, strict=True)]
-        return [one[str(length)] for one in scored]
-
-    asked = json.dumps([one.args[0] for one in requests])
     return Task(
         name=name,
         title=f"{name}, {length} tokens",
-        identity=identity(asked, TASKS[name], model.config),
+        identity=identity(json.dumps(prompts), TASKS[name], model.config),
         model=model,
         questions=questions,
         batch_size=questions,
         new_tokens=TASKS[name],
-        inputs=inputs,
-        right=right,
+        inputs=lambda batch: dict(tokenizer(prompts[batch], padding=True, return_tensors="pt")),
+        right=by_text(tokenizer, requests, score),
         protocols=(PROTOCOL,),
         has_images=False,
         calibrations=NOTES,
@@ -265,7 +258,7 @@ def against(rows: dict[str, Row], other: str) -> dict[str, str]:
         return {}
     found = [paired_test(rows[name].right, rows[other].right) for name in methods]
     corrected = holm([one.p_value for one in found])
-    texts = [f"{100 * one.difference:+.0f} [{100 * one.low:+.0f}, {100 * one.high:+.0f}]" for one in found]
+    texts = [points(100 * one.difference, 100 * one.low, 100 * one.high, digits=0) for one in found]
     bold = [f"**{text}**" if p < ALPHA else text for text, p in zip(texts, corrected, strict=True)]
     return dict(zip(methods, bold, strict=True))
 
@@ -322,8 +315,7 @@ def report(length: int, tasks: list[Task], answers: dict[str, Answers]) -> str:
     whole = set.intersection(*(set(rows_of(tasks, answers, ratio)) for ratio in RATIOS))
     if missing := sorted(asked.difference(whole, *refused.values())):
         parts.append(f"Not asked all of this: {', '.join(missing)}.")
-    words = ["benchmarks.ruler", str(length)]
-    return page(about(words, {}, torch.device("cpu")), f"RULER at {length:,} tokens on Qwen2.5-Coder-0.5B", *parts)
+    return page_of_answers(["ruler", str(length)], f"RULER at {length:,} tokens on Qwen2.5-Coder-0.5B", *parts)
 
 
 def main(argv: list[str]) -> None:
@@ -349,9 +341,7 @@ def main(argv: list[str]) -> None:
             asked = [cell_at(task, method, ratio) for ratio, own in further(there, answers).items() for method in own]
             compute(task, asked, answers[task.name])
     if begun := [task for task in there if has_answers(task, answers[task.name])]:
-        text = report(given.length, begun, answers)
-        write_text(given.out / f"ruler_qwen2_{given.length}.md", text)
-        print(text)
+        publish(given.out / f"ruler_qwen2_{given.length}.md", report(given.length, begun, answers))
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from kvcompress.flag_types import fraction, label, whole
 from kvcompress.hooks.shared_prompt import PromptPass, SharedPrompt
 
 from .conversations import Conversation, draw_conversations
-from .driver import FOLDER, Run, new_parser, start
-from .method_table import Estimate, wrapped
+from .driver import FOLDER, Run, new_parser, start, wrapped
+from .method_table import Estimate
 from .method_tasks import SMOLLM2_CALIBRATIONS
 from .pretrained import LOADERS, load_named
 

@@ -12,14 +12,15 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteria
+from transformers import PreTrainedModel
 
 import kvcompress
 from kvcompress.bench.contenders import compile_config
 from kvcompress.bench.shapes import SHAPES
-from kvcompress.bench.standalone import CLOCKS, load, synchronise
+from kvcompress.bench.standalone import CLOCKS, load
 from kvcompress.bench.timing import cell, summary, table
 from kvcompress.flag_types import whole
+from kvcompress.measure import TokenTimes
 
 from .driver import Run, speed_parser, start
 
@@ -28,30 +29,15 @@ WARM_UP = 4  # tokens of each answer; the first compiles
 SHORTER = 16  # tokens by which each prompt is shorter than the previous, since an evaluation's prompts differ
 
 
-class Clock(StoppingCriteria):
-    """Records when each new token is ready; never stops the generation."""
-
-    def __init__(self, clock: str):
-        self.clock = CLOCKS[clock]
-        self.times: list[float] = []
-        self.wall: list[float] = []
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.BoolTensor:
-        synchronise(input_ids.device)
-        self.times.append(self.clock())
-        self.wall.append(CLOCKS["wall"]())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
 def answer(
     model: PreTrainedModel, ids: torch.Tensor, new: int, clock: str, method: str, kind: str, compiled: bool
-) -> tuple[torch.Tensor, Clock, int]:
-    """Return the new tokens, the clock with the time of each, and the cache's bytes."""
+) -> tuple[torch.Tensor, list[float], list[float], int]:
+    """Return the new tokens, the time of each by the given clock and on the wall, and the cache's bytes."""
     cache = kvcompress.CompressedCache(
         model.config, method, METHODS[method], max_new_tokens=new, cache_implementation=kind
     )
     how = {"compile_config": compile_config(ids.device)} if compiled else {"disable_compile": True}
-    ticks = Clock(clock)
+    ticks, wall = TokenTimes(CLOCKS[clock]), TokenTimes()
     with kvcompress.attach(model):
         tokens = model.generate(
             ids,
@@ -59,10 +45,10 @@ def answer(
             do_sample=False,
             max_new_tokens=new,
             min_new_tokens=new,
-            stopping_criteria=[ticks],
+            stopping_criteria=[ticks, wall],
             **how,
         )
-    return tokens[:, ids.shape[1] :], ticks, cache.nbytes
+    return tokens[:, ids.shape[1] :], ticks.times, wall.times, cache.nbytes
 
 
 def compare(model: PreTrainedModel, ids: torch.Tensor, new: int, rounds: int, clock: str) -> list[dict]:
@@ -79,12 +65,12 @@ def compare(model: PreTrainedModel, ids: torch.Tensor, new: int, rounds: int, cl
         for turn in range(rounds):
             prompt, expected = ids[:, SHORTER * turn :], None
             for name, (kind, compiled) in ways.items():
-                tokens, ticks, nbytes[name] = answer(model, prompt, new, clock, method, kind, compiled)
+                tokens, times, wall, nbytes[name] = answer(model, prompt, new, clock, method, kind, compiled)
                 expected = tokens if expected is None else expected
                 if not torch.equal(tokens, expected):
                     raise AssertionError(f"{method}, {name}: {tokens.tolist()} is not {expected.tolist()}")
-                first[name].append(ticks.wall[WARM_UP] - ticks.wall[0])
-                taken[name] += [1e3 * (end - start) for start, end in pairwise(ticks.times[WARM_UP:])]
+                first[name].append(wall[WARM_UP] - wall[0])
+                taken[name] += [1e3 * (end - start) for start, end in pairwise(times[WARM_UP:])]
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         summaries = {name: summary(milliseconds) for name, milliseconds in taken.items()}
         records.append({"method": method, "ms": summaries, "first_s": first, "nbytes": nbytes, "graphs": graphs})

@@ -31,15 +31,13 @@ import numpy as np
 import torch
 
 import kvcompress
-from kvcompress.bench.results import about, page
 from kvcompress.bench.timing import table
-from kvcompress.files import write_text
 from kvcompress.flag_types import path
 from kvcompress.tokens import TokenMethod
 from lmms_eval_plugins.report.against import text_of_p
 from lmms_eval_plugins.report.significance import ALPHA, Comparison, holm, paired_test
 
-from .driver import save, start, tasks_parser
+from .driver import IMAGES, page_of_answers, points, publish, save, start, tasks_parser
 from .method_cells import Answers, Cell, Column, Protocol, Task, cells_of, compute
 from .method_tasks import TASKS
 
@@ -59,7 +57,6 @@ REGIMES = {  # task -> what it is, questions, what is protected
 CHANCE = {False: "random", True: "random-tokens"}  # whether a method drops vision tokens -> its baseline
 SHOWN = ("full", "hindsight")
 VERDICTS = ("better", "equal", "open", "worse")
-FIGURE = Path(__file__).parent.parent / "docs" / "images" / "verdict.png"
 
 
 def task_of(name: str) -> Task:
@@ -157,9 +154,7 @@ def counts(rows: list[Row]) -> list[int]:
 def regime_table(rows: list[Row]) -> str:
     lines = []
     for row in rows:
-        difference = (
-            f"{100 * row.against.difference:+.1f} [{100 * row.against.low:+.1f}, {100 * row.against.high:+.1f}]"
-        )
+        difference = points(*(100 * each for each in (row.against.difference, row.against.low, row.against.high)))
         lines.append([row.method, f"{row.score:.1f}", difference, text_of_p(row.p_value), row.verdict])
     return table(["method", "right, %", "against chance, points", "p (Holm)", "verdict"], lines, names=1)
 
@@ -190,7 +185,7 @@ def report(regimes: dict[str, Regime]) -> str:
                 parts += [f"Against `{baseline}`{same}:", regime_table(rows)]
         if regime.left_out:
             parts.append(f"Left out, since they refuse a ratio: {', '.join(regime.left_out)}.")
-    return page(about(["benchmarks.verdict", *regimes], {}, torch.device("cpu")), "Does choosing beat chance?", *parts)
+    return page_of_answers(["verdict", *regimes], "Does choosing beat chance?", *parts)
 
 
 def draw(regimes: dict[str, Regime], figure: Path) -> None:
@@ -228,7 +223,7 @@ def draw(regimes: dict[str, Regime], figure: Path) -> None:
 
 def main(argv: list[str]) -> None:
     parser = tasks_parser("verdict", __doc__, REGIMES)
-    parser.add_argument("--figure", type=path, default=FIGURE, help="file of the figure")
+    parser.add_argument("--figure", type=path, default=IMAGES / "verdict.png", help="file of the figure")
     given = parser.parse_args(argv)
     torch.set_num_threads(1)
     regimes: dict[str, Regime] = {}
@@ -244,10 +239,8 @@ def main(argv: list[str]) -> None:
         if (regime := judged(task, answers)) is not None:
             regimes[name] = regime
     if regimes:
-        text = report(regimes)
-        write_text(given.out / "verdict.md", text)
+        publish(given.out / "verdict.md", report(regimes))
         draw(regimes, given.figure)
-        print(text)
 
 
 if __name__ == "__main__":

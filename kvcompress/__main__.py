@@ -15,8 +15,8 @@ from importlib import import_module
 from importlib.metadata import EntryPoints, entry_points
 from types import ModuleType
 
-from .command_line import exit_code, leave
-from .errors import KVCompressError, shown, unknown_name
+from .command_line import VARIABLES, check_environment, exit_code, leave
+from .errors import unknown_name
 from .version import __version__
 
 GROUP = "kvcompress.commands"
@@ -36,19 +36,6 @@ BEGIN = """To begin:
   kvcompress eval textvqa_val MODEL snapkv 0.2      a benchmark of lmms-eval under a method and a ratio
 
 `eval` and the commands that read its results come with: pip install 'kvcompress[eval]'"""
-
-# Environment variable -> allowed values, as a pattern and in words. An empty variable counts as not set.
-VARIABLES = {
-    "OMP_NUM_THREADS": (r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", "a number of threads, from 1 to 9999"),
-    "HF_HUB_OFFLINE": ("(?i:1|0|on|off|yes|no|true|false)", "1 or 0"),
-}
-
-
-def check_environment() -> None:
-    """Raise KVCompressError for an environment variable that libraries would ignore or misread."""
-    for name, (pattern, meaning) in VARIABLES.items():
-        if (value := os.environ.get(name)) and not re.fullmatch(pattern, value, re.ASCII):
-            raise KVCompressError(f"{name}={shown(value)} is not {meaning}")
 
 
 @cache
@@ -118,7 +105,7 @@ def run(arguments: list[str]) -> int | None:
     if name == "--version":
         print(f"kvcompress {__version__}")
         return 0
-    check_environment()
+    check_environment(VARIABLES)
     return find_command(name)(rest)
 
 

@@ -34,6 +34,20 @@ SCRIPTS_FOLDER = "KVCOMPRESS_SCRIPTS"  # environment variable, set by a checkout
 SCRIPTS = {"eval": "run_eval.sh", "list": "run_eval.sh list", "reproduce": "reproduce.sh", "sweep": "run_sweep.sh"}
 SCRIPTS |= {"speech": "run_speech.sh"}
 
+# Environment variable -> allowed values, as a pattern and in words. An empty variable counts as not set.
+COUNT, SWITCH = r"[1-9]\d{0,3}", "(?i:1|0|on|off|yes|no|true|false)"
+VARIABLES = {
+    "OMP_NUM_THREADS": (f"{COUNT}(,{COUNT})*", "a number of threads, from 1 to 9999"),
+    "HF_HUB_OFFLINE": (SWITCH, "1 or 0"),
+}
+
+
+def check_environment(variables: dict[str, tuple[str, str]]) -> None:
+    """Raise KVCompressError for a variable of the environment, among `variables`, that would be ignored or misread."""
+    for name, (pattern, meaning) in variables.items():
+        if (value := os.environ.get(name)) and not re.fullmatch(pattern, value, re.ASCII):
+            raise KVCompressError(f"{name}={shown(value)} is not {meaning}")
+
 
 def called(command: str) -> str:
     """Return a command as the user calls it.

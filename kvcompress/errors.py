@@ -123,7 +123,13 @@ def checked(cls: type, name: str, value: Any) -> Any:
     try:
         return adapter.validate_python(plain_number(value, kind))
     except ValidationError as error:
-        raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+        raise ValueError(first_fault(error)[1]) from None
+
+
+def first_fault(error: ValidationError) -> tuple[str, str, Any]:
+    """Return the place, the message and the input of the first fault that pydantic found."""
+    first = error.errors()[0]
+    return ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, "), first["input"]
 
 
 def validated(cls: type[Validated], what: str, values: dict[str, Any]) -> Validated:

@@ -1,6 +1,7 @@
 """The cost of one `generate` call: time to first token, time per output token, KV bytes, peak memory; and the largest
 tensor of any code."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +45,17 @@ class Measurement:
 
 
 class TokenTimes(StoppingCriteria):
-    """Stopping criteria that record the time of each new token and never stop."""
+    """Stopping criteria that record the time of each new token, and never stop.
 
-    def __init__(self) -> None:
+    `clock` returns seconds; None: the wall clock."""
+
+    def __init__(self, clock: Callable[[], float] | None = None):
+        self.clock = clock
         self.times: list[float] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs) -> torch.BoolTensor:
-        self.times.append(now(input_ids.device))
+        wall = now(input_ids.device)
+        self.times.append(wall if self.clock is None else self.clock())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 

@@ -13,7 +13,7 @@ import os
 import re
 from pathlib import Path
 
-from kvcompress.command_line import exit_code, fail, leave
+from kvcompress.command_line import check_environment, exit_code, fail, leave
 from kvcompress.errors import KVCompressError
 from kvcompress.flag_types import NUMBER, fraction, shown, whole
 
@@ -22,7 +22,7 @@ from .cells.errors import DamagedFile, EvaluationFailed, UsageError
 from .cells.inspection import show_config
 from .cells.listing import main as list_command
 from .cells.machine import (
-    check_environment,
+    VARIABLES,
     join_processes,
     number_of_processes,
     rank,
@@ -67,7 +67,7 @@ def evaluate(argv: list[str]) -> int:
     is_rank = "LOCAL_RANK" in os.environ  # the process that started the ranks reports for them
     if is_rank or STARTED_BY in os.environ:
         end_with_parent()
-    check_environment()
+    check_environment(VARIABLES)
     request = parse(argv)
     check_names(request)
     set_offline(request)
@@ -110,14 +110,13 @@ def run(plan: Plan, argv: list[str]) -> int:
         if job.folder not in todo:
             log(job)
             failures.working.add(job.cell.task)
-    answers = [job.kept_answers for job in pending]
-    for job, kept in zip(pending, answers, strict=True):
-        if kept is not None and job.cell.task not in failures.reasons:
+    kept = {job.folder: answers for job in pending if (answers := job.kept_answers) is not None}
+    for job in pending:
+        if job.folder in kept and job.cell.task not in failures.reasons:
             with failures.noted(job.cell.task):
-                score_again(job, kept)
+                score_again(job, kept[job.folder])
                 log(job)
-    unanswered = [job for job, kept in zip(pending, answers, strict=True) if kept is None]
-    if unanswered := [job for job in unanswered if job.cell.task not in failures.reasons]:
+    if unanswered := [job for job in pending if job.folder not in kept and job.cell.task not in failures.reasons]:
         from .report.significance import power_line
 
         for job in {job.cell.task: job for job in unanswered}.values():

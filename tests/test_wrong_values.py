@@ -13,8 +13,8 @@ import pytest
 
 import kvcompress
 from kvcompress import KVCompressError
-from kvcompress.__main__ import VARIABLES as core_variables
 from kvcompress.__main__ import main as core_main
+from kvcompress.command_line import VARIABLES as CORE_VARIABLES
 from kvcompress.policy.make import make_policy
 from kvcompress.policy.options import Engine
 from lmms_eval_plugins import evaluate
@@ -278,14 +278,13 @@ def test_every_parameter_of_a_trial_refuses_what_is_none(monkeypatch, refused):
 def test_every_variable_refuses_what_is_none(monkeypatch, refused):
     wrong = ["-2", "nan", "1.5", "٣", "1_000", "x", " ", "99999", "'", "a\nb", "9" * 5000]
     failures = []
-    assert core_variables.items() <= machine.VARIABLES.items()
     for name in machine.VARIABLES:
         for value in wrong:
             with monkeypatch.context() as patch:
                 patch.setenv(name, value)
                 failures.append(refused(evaluate.main, FOUR, name))
                 failures.append(refused(sweep_main, ["run", DEMO], name))
-                failures += [refused(core_main, ["bench", "m"], name)] if name in core_variables else []
+                failures += [refused(core_main, ["bench", "m"], name)] if name in CORE_VARIABLES else []
     none_of(failures)
 
 

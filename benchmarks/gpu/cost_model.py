@@ -12,10 +12,9 @@ from typing import Any
 
 from kvcompress.bench.cost import ASSUMED, GRAPH_KERNELS, Assumptions, Device
 from kvcompress.bench.shapes import SHAPES
-from kvcompress.files import write_text
 from kvcompress.flag_types import path
 
-from ..driver import new_parser, start
+from ..driver import new_parser, publish, start
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 OUT = RESULTS / "cost_model.md"
@@ -154,9 +153,7 @@ def markdown() -> str:
 def main(argv: list[str]) -> None:
     parser = new_parser("gpu.cost_model", __doc__)
     parser.add_argument("--out", type=path, default=OUT, help="the page")
-    out = parser.parse_args(argv).out
-    write_text(out, markdown())
-    print(out.read_text())
+    publish(parser.parse_args(argv).out, markdown())
 
 
 if __name__ == "__main__":

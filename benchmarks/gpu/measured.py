@@ -9,10 +9,9 @@ from typing import Any
 from kvcompress.bench.report import rows_of
 from kvcompress.bench.shapes import SHAPES
 from kvcompress.bench.timing import table
-from kvcompress.files import write_text
 from kvcompress.flag_types import path
 
-from ..driver import new_parser, start
+from ..driver import new_parser, publish, start
 from .cost_model import H100, RESULTS, STATIC, Shape, limit, step, ways
 from .summary import ADAPTIVE, LIMIT_OF_STATIC, SCORING_SHARE, SLACK, percent
 from .summary import STATIC as STATIC_SPEC
@@ -173,9 +172,7 @@ def markdown(folder: Path) -> str:
 def main(argv: list[str]) -> None:
     parser = new_parser("gpu.measured", __doc__)
     parser.add_argument("--out", type=path, default=RESULTS / "h100.md", help="the page")
-    out = parser.parse_args(argv).out
-    write_text(out, markdown(FOLDER))
-    print(out.read_text())
+    publish(parser.parse_args(argv).out, markdown(FOLDER))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.driver import RESULTS, new_parser, start
-from kvcompress.bench.results import about, page
+from benchmarks.driver import RESULTS, new_parser, page_of_answers, start
 from kvcompress.bench.timing import table
 from kvcompress.files import write_text
 from kvcompress.flag_types import path
@@ -162,9 +161,8 @@ def markdown(found: list[Resources], argv: list[str]) -> str:
     for one in sorted(found, key=lambda one: one.architecture):
         rows.setdefault(one.kernel, []).append(f"{one.registers} / {one.stack} / {one.shared / 1024:.0f}")
     header = ["kernel", *(f"sm_{each}" for each in sorted({one.architecture for one in found}))]
-    head = about(["benchmarks.gpu.offline", *argv], {}, torch.device("cpu"))
     shown = table(header, [[name, *cells] for name, cells in rows.items()], names=1)
-    return page(head, "Triton kernels, compiled without a GPU", what, shown)
+    return page_of_answers(["gpu.offline", *argv], "Triton kernels, compiled without a GPU", what, shown)
 
 
 def main(argv: list[str]) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..errors import KVCompressError, loading, unknown_name
-from ..files import check_output, replacing, write_text
+from ..files import replacing, write_text
 from ..hooks.model import text_decoder
 from .contenders import KVPressProcess, MethodSpec, Ours, Workload, make_contenders
 from .grid import decodes, largest_batch, measure_grid
 from .report import cells_of, columns, markdown, plot, rows_of
-from .results import Results, about, say, settle
+from .results import Results, about, check_files, say, settle
 from .shapes import source
 from .standalone import load
 
@@ -37,7 +37,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
     where = settle(given)
     if given.largest_batch and where.type != "cuda":
         raise KVCompressError("--largest-batch tries until memory runs out, on CUDA only; on a CPU use --memory-limit")
-    check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md", ".png")))
+    check_files(given.out, ".json", ".md", ".png")
     settings = {
         "model": given.model or f"shape {given.shape}",
         "dtype": given.dtype,
@@ -51,18 +51,18 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
         "device": given.device,
         "threads": given.threads,
     }
+    with loading(given.model or given.shape):
+        model = load(origin, given.dtype, where)
+    content = {
+        **about(["kvcompress", "bench", *arguments], settings, where),
+        "weight_bytes": sum(weight.nbytes for weight in model.parameters()),
+        "weight_bytes_read": weight_bytes_read(model),
+        "largest_batch_note": note(given),
+    }
+    results = Results(given.out.with_suffix(".json"), content, given.resume)
+    if given.largest_batch:  # before another process takes memory
+        find_largest(results, [Ours(model, method) for method in methods if not method.is_static], given)
     with ExitStack() as stack:
-        with loading(given.model or given.shape):
-            model = load(origin, given.dtype, where)
-        content = {
-            **about(["kvcompress", "bench", *arguments], settings, where),
-            "weight_bytes": sum(weight.nbytes for weight in model.parameters()),
-            "weight_bytes_read": weight_bytes_read(model),
-            "largest_batch_note": note(given),
-        }
-        results = Results(given.out.with_suffix(".json"), content, given.resume)
-        if given.largest_batch:  # before another process takes memory
-            find_largest(results, [Ours(model, method) for method in methods if not method.is_static], given)
         process = None
         if given.kvpress_python:
             process = stack.enter_context(
@@ -114,7 +114,7 @@ def find_largest(results: Results, contenders: list[Ours], given: argparse.Names
 
 def finish(content: dict[str, Any], given: argparse.Namespace) -> None:
     """Write the table next to the JSON, print it, and plot."""
-    rows = rows_of(content, None if given.memory_limit is None else int(given.memory_limit * 1e9))
+    rows = rows_of(content, given.memory_limit and int(given.memory_limit * 1e9))
     text = markdown(content, rows)
     write_text(given.out.with_suffix(".md"), text)
     print_table(text, rows)

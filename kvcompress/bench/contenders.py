@@ -16,7 +16,6 @@ from transformers import CompileConfig, DynamicCache, PreTrainedConfig, PreTrain
 
 from ..cache.cache import CompressedCache
 from ..cache.layer import nbytes_of
-from ..cache.scope import States
 from ..device import peak_memory, reset_peak_memory
 from ..errors import KVCompressError
 from ..hooks.session import attach
@@ -114,20 +113,54 @@ def compile_config(device: torch.device) -> CompileConfig:
     return config
 
 
-class Ours:
+class Local:
+    """A contender that runs in this process; `compiled`: whether its decode step is compiled."""
+
+    def __init__(self, model: PreTrainedModel, name: str, compiled: bool):
+        self.model, self.compiled = model, compiled
+        self.name = f"{name}, compiled" if compiled else name
+        self.warm = WARM_STEPS if compiled else 0
+
+    def answer(
+        self, cache: Any, held: Callable[[], int], workload: Workload, scoring: "ScoringTimer | None" = None
+    ) -> Turn:
+        """Answer with an empty cache; `held` counts its bytes at the end."""
+        model = self.model
+        ids = prompt_ids(model, 1 if workload.one_prompt else workload.batch, workload.length)
+        reset_peak_memory(model.device)
+        if workload.one_prompt and isinstance(cache, StaticCache):
+            row = DynamicCache(config=model.config)
+            token, prompt_ms = read_prompt(model, row, ids, workload.clock)
+            for layer_idx, layer in enumerate(row.layers):
+                rows = (states.expand(workload.batch, -1, -1, -1) for states in (layer.keys, layer.values))
+                cache.update(*rows, layer_idx)
+            del row
+        else:
+            token, prompt_ms = read_prompt(model, cache, ids, workload.clock)
+        if scoring is not None:
+            scoring.stop()
+        if workload.one_prompt:
+            if not isinstance(cache, StaticCache):
+                cache.batch_repeat_interleave(workload.batch)
+            token = token.repeat(workload.batch, 1)
+        step = model.get_compiled_call(compile_config(model.device)) if self.compiled else model
+        step_ms = decode(step, cache, token, workload.length, self.warm + workload.steps, workload.clock)[self.warm :]
+        return Turn(prompt_ms, step_ms, held(), peak_memory(model.device))
+
+
+class Ours(Local):
     """kvcompress: a `CompressedCache` with room for the answer."""
 
     def __init__(self, model: PreTrainedModel, method: MethodSpec, compiled: bool = False):
-        self.model, self.method, self.compiled = model, method, compiled
-        self.name = f"{method}, compiled" if compiled else str(method)
+        super().__init__(model, str(method), compiled)
+        self.method = method
 
     def turn(self, workload: Workload) -> Turn:
-        room = workload.steps + 1 + (WARM_STEPS if self.compiled else 0)
-        cache = self.method.cache(self.model.config, room)
+        cache = self.method.cache(self.model.config, workload.steps + 1 + self.warm)
         elsewhere = cache.policy.cluster.second_pass or cache.policy.needs_sums  # the attention may compute the sums
         scoring = None if elsewhere else ScoringTimer(cache, self.model.device, workload.clock)
         with attach(self.model):
-            turn = local_turn(self.model, cache, lambda: cache.nbytes, workload, self.compiled, scoring)
+            turn = self.answer(cache, lambda: cache.nbytes, workload, scoring)
         return turn if scoring is None else replace(turn, scoring_ms=scoring.milliseconds())
 
 
@@ -140,7 +173,7 @@ class ScoringTimer:
     def __init__(self, cache: CompressedCache, device: torch.device, clock: str):
         self._clock, self._on_cuda = CLOCKS[clock], device.type == "cuda"
         self._spans: list[tuple[Any, Any]] = []
-        self._layers = [layer.listen(self._compressing) for layer in cache.compressed_layers]
+        self._layers = [layer.listen(lambda _, compress: self._time(compress)) for layer in cache.compressed_layers]
         self._cache, self._finish = cache, cache.finish
         cache.finish = lambda: self._time(self._finish)
 
@@ -156,9 +189,6 @@ class ScoringTimer:
             return sum(start.elapsed_time(end) for start, end in self._spans)
         return sum(end - start for start, end in self._spans) * 1e3
 
-    def _compressing(self, states: States, compress: Callable[[], None]) -> None:
-        self._time(compress)
-
     def _time(self, call: Callable[[], None]) -> None:
         start = self._now()
         call()
@@ -172,7 +202,7 @@ class ScoringTimer:
         return event
 
 
-class Transformers:
+class Transformers(Local):
     """transformers' DynamicCache, or StaticCache with room for prompt and answer.
 
     One StaticCache serves all turns of a workload: its graph depends on the addresses of its tensors, so a new cache
@@ -180,53 +210,22 @@ class Transformers:
     """
 
     def __init__(self, model: PreTrainedModel, kind: str, compiled: bool = False):
-        self.model, self.kind, self.compiled = model, kind, compiled
-        self.name = f"transformers {kind}" + (", compiled" if compiled else "")
+        super().__init__(model, f"transformers {kind}", compiled)
+        self.kind = kind
         self._static: tuple[Workload, StaticCache] | None = None
 
     def turn(self, workload: Workload) -> Turn:
         cache = DynamicCache(config=self.model.config) if self.kind == "DynamicCache" else self._reset_for(workload)
-        return local_turn(self.model, cache, lambda: nbytes_of(cache.layers), workload, self.compiled)
+        return self.answer(cache, lambda: nbytes_of(cache.layers), workload)
 
     def _reset_for(self, workload: Workload) -> StaticCache:
         if self._static is None or self._static[0] != workload:
             self._static = None  # frees the previous one's memory
-            room = workload.length + workload.steps + (WARM_STEPS if self.compiled else 0)
+            room = workload.length + workload.steps + self.warm
             self._static = workload, StaticCache(config=self.model.config, max_cache_len=room)
         else:
             self._static[1].reset()
         return self._static[1]
-
-
-def local_turn(
-    model: PreTrainedModel,
-    cache: Any,
-    held: Callable[[], int],
-    workload: Workload,
-    compiled: bool,
-    scoring: ScoringTimer | None = None,
-) -> Turn:
-    ids = prompt_ids(model, 1 if workload.one_prompt else workload.batch, workload.length)
-    reset_peak_memory(model.device)
-    if workload.one_prompt and isinstance(cache, StaticCache):
-        row = DynamicCache(config=model.config)
-        token, prompt_ms = read_prompt(model, row, ids, workload.clock)
-        for layer_idx, layer in enumerate(row.layers):
-            rows = (states.expand(workload.batch, -1, -1, -1) for states in (layer.keys, layer.values))
-            cache.update(*rows, layer_idx)
-        del row
-    else:
-        token, prompt_ms = read_prompt(model, cache, ids, workload.clock)
-    if scoring is not None:
-        scoring.stop()
-    if workload.one_prompt:
-        if not isinstance(cache, StaticCache):
-            cache.batch_repeat_interleave(workload.batch)
-        token = token.repeat(workload.batch, 1)
-    step = model.get_compiled_call(compile_config(model.device)) if compiled else model
-    warm = WARM_STEPS if compiled else 0
-    step_ms = decode(step, cache, token, workload.length, warm + workload.steps, workload.clock)[warm:]
-    return Turn(prompt_ms, step_ms, held(), peak_memory(model.device))
 
 
 class KVPressProcess:

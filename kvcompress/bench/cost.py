@@ -45,17 +45,17 @@ class Assumptions:
 ASSUMED = Assumptions()
 
 
-def device_of(properties: Any, assumed: Assumptions = ASSUMED) -> Device:
+def device_of(properties: Any) -> Device:
     """Return a device from `torch.cuda.get_device_properties`; its memory transfers twice per clock."""
     rate = 2 * properties.memory_clock_rate * 1e3 * properties.memory_bus_width / 8
-    return Device(properties.name, assumed.rate_share * rate)
+    return Device(properties.name, ASSUMED.rate_share * rate)
 
 
-def launches_bind(layers: int, weights: int, cache: int, device: torch.device, assumed: Assumptions = ASSUMED) -> bool:
+def launches_bind(layers: int, weights: int, cache: int, device: torch.device) -> bool:
     """Whether launching an eager step takes longer than reading `weights` and `cache`, in bytes; False off CUDA.
 
     A static graph is then faster."""
     if device.type != "cuda":
         return False
-    reading = (weights + cache) / device_of(torch.cuda.get_device_properties(device), assumed).bandwidth
-    return layers * EAGER_KERNELS * assumed.launch > reading
+    reading = (weights + cache) / device_of(torch.cuda.get_device_properties(device)).bandwidth
+    return layers * EAGER_KERNELS * ASSUMED.launch > reading

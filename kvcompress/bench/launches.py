@@ -18,11 +18,10 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from ..cache.cache import CompressedCache
 from ..cache_name import CACHE
 from ..errors import loading
-from ..files import check_output
 from ..hooks.session import attach
 from .contenders import MethodSpec
 from .pretended.counts import Counts
-from .results import Results, about, page
+from .results import Results, about, check_files, page
 from .shapes import source
 from .standalone import load, prompt_ids
 from .timing import table
@@ -174,7 +173,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
     """Run the benchmark given by parsed `arguments`. Raises KVCompressError before anything is loaded."""
     origin = source(given.model, given.shape)
     methods = [MethodSpec.parse(name, given.ratio) for name in given.methods]
-    check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md")))
+    check_files(given.out, ".json", ".md")
     if "config" in origin:
         origin = {"config": {**origin["config"], **CUT}}
     is_there = torch.cuda.is_available()

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..device import default_device
-from ..errors import KVCompressError
-from ..files import parse_json, write_text
+from ..errors import KVCompressError, one_line
+from ..files import check_output, parse_json, write_text
 from .timing import environment
 
 
@@ -28,6 +28,11 @@ def settle(given: argparse.Namespace) -> torch.device:
     torch.set_num_threads(asked["threads"] or torch.get_num_threads())
     given.threads = torch.get_num_threads()
     return device
+
+
+def check_files(out: Path, *suffixes: str) -> None:
+    """Check that the files named `out` with these suffixes can be written. Raises KVCompressError."""
+    check_output(out.parent, *(out.with_suffix(suffix).name for suffix in suffixes))
 
 
 def about(words: Iterable[str], settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -65,9 +70,8 @@ class Results:
             then, now = ({**made["environment"], **made["settings"], "date": None} for made in (before, content))
             stored = {part: [dict(cell) for cell in before[part]] for part in parts}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise KVCompressError(
-                f"{file} cannot be resumed, it is damaged: {type(error).__name__}: {' '.join(str(error).split())}"
-            ) from None
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            raise KVCompressError(f"{file} cannot be resumed, it is damaged: {reason}") from None
         for name, value in now.items():
             if then.get(name) != value:
                 raise KVCompressError(

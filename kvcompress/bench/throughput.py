@@ -17,7 +17,6 @@ from .. import paged
 from ..cache.layer import nbytes_of
 from ..cache_name import CACHE
 from ..errors import KVCompressError, loading
-from ..files import check_output
 from ..hooks.session import compress
 from ..inflight.loop import check_storage
 from ..inflight.request import Request
@@ -25,7 +24,7 @@ from ..policy.conflicts import PAGES, check_conflicts
 from ..policy.make import make_policy
 from .contenders import MethodSpec
 from .grid import release
-from .results import Results, about, page, settle
+from .results import Results, about, check_files, page, settle
 from .shapes import source
 from .standalone import CLOCKS, load, prompt_ids, read_prompt
 from .timing import short, table
@@ -217,7 +216,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
         check_storage(policy.engine.cache_implementation)
     for method in in_pages:
         check_conflicts(make_policy(method.name, **sizes(method, given.decode_budget)), PAGES)
-    check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in (".json", ".md")))
+    check_files(given.out, ".json", ".md")
     where = settle(given)
     if given.kv_gb is None and where.type != "cuda":
         raise KVCompressError("--kv-gb auto asks a CUDA device what is free; on a CPU give a number")
@@ -243,8 +242,9 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
         if results.has("served", name=contender.name):
             continue
         print(contender.name, flush=True)
-        contender.serve(few, int(given.kv_gb * 2**30), given.clock, float("inf"))  # a warm-up
-        served = contender.serve(requests, int(given.kv_gb * 2**30), given.clock, 60 * given.minutes)
+        kv_bytes = int(given.kv_gb * 2**30)
+        contender.serve(few, kv_bytes, given.clock, float("inf"))  # a warm-up
+        served = contender.serve(requests, kv_bytes, given.clock, 60 * given.minutes)
         results.add("served", {"name": contender.name, **asdict(served)})
         release()
     results.report(markdown(results.content))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -26,7 +26,6 @@ from .models import Tried, prompts, text_model, vision_model
 from .reference import generate, only_attending_to
 
 NEW = 6  # tokens per answer
-RATIO = 0.3
 TOLERANCE = 1e-4  # fp32, logits of order 1
 SCORES = 1e-3  # relative, for scores: sums over a batch round differently than sums over a row
 PROTECTED = 1e30  # scores from here on belong to entries that must stay
@@ -79,6 +78,8 @@ class Run:
 class Checked:
     """A method with its options, among them those that belong to a model, by its name, and the prompts."""
 
+    ratio: ClassVar[float] = 0.3
+
     method: str
     options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
@@ -86,7 +87,7 @@ class Checked:
 
     @cached_property
     def policy(self) -> Policy:
-        return make_policy(self.method, RATIO, **self.options)
+        return make_policy(self.method, self.ratio, **self.options)
 
     @property
     def cluster(self) -> KVCluster:
@@ -100,8 +101,13 @@ class Checked:
         ]
 
     def compress(self, tried: Tried, **engine: Any) -> Session:
-        options = {"max_new_tokens": NEW, "ratio": RATIO, **self.options, **self.of_model.get(tried.name, {}), **engine}
-        return compress(tried.model, self.method, **options)
+        given = {"max_new_tokens": NEW, "ratio": self.ratio, **self.options, **self.of_model.get(tried.name, {})}
+        return compress(tried.model, self.method, **{**given, **engine})
+
+    def named(self, tried: Tried, **engine: Any) -> str:
+        """Name a batch and how it is compressed, for a message."""
+        given = (f"{name}={value}" for name, value in engine.items() if value is not None)
+        return ", ".join([str(tried), f"ratio {self.ratio}", *given])
 
     def answer(self, tried: Tried, forced: torch.Tensor | None = None, **engine: Any) -> Run:
         """Answer a batch, with the tokens `forced` if given."""
@@ -139,7 +145,7 @@ def keeps_its_budget(checked: Checked) -> None:
                 total = sum(map(sum, counts))
                 is_kept = total == want * sum(map(len, counts)) or not policy.layer_budget.is_exact
             if not is_kept:
-                raise Broken(f"{tried}, ratio {RATIO}: row {row} keeps {counts} per layer and head instead of {want}")
+                raise Broken(f"{checked.named(tried)}: row {row} keeps {counts} per layer and head instead of {want}")
 
 
 def decodes_as_the_full_cache_under_a_mask(checked: Checked) -> None:
@@ -152,18 +158,18 @@ def decodes_as_the_full_cache_under_a_mask(checked: Checked) -> None:
             run = checked.answer(tried, **engine)
             with only_attending_to(tried.model, run.history):
                 _, expected = generate(tried.model, tried.inputs, NEW, forced=run.tokens)
-            same_logits(f"{tried}, {_named(engine)}", run.logits, expected, "compressed", "masked")
+            same_logits(checked.named(tried, **engine), run.logits, expected, "compressed", "masked")
 
 
 def a_row_is_as_alone(checked: Checked, **engine: Any) -> None:
     """In a padded batch, each row has the same scores and keeps the same entries as alone."""
     try:
-        make_policy(checked.method, RATIO, **{**checked.options, **engine})
+        make_policy(checked.method, checked.ratio, **{**checked.options, **engine})
     except KVCompressError as error:
         raise NotAsked(str(error)) from None
     for tried in checked.tried:
         batch = checked.answer(tried, **engine)
-        where = f"{tried}, {_named(engine)}"
+        where = checked.named(tried, **engine)
         for row, length in enumerate(tried.lengths):
             alone = checked.answer(tried.alone(row), batch.tokens[row : row + 1], **engine)
             if len(batch.events[row]) != len(alone.events[0]):
@@ -182,7 +188,7 @@ def a_second_turn_sees_what_was_kept(checked: Checked) -> None:
     tried = checked.tried[0].alone(0)
     ids, more = tried.inputs["input_ids"], prompts("qwen2", tried.model, (12,), (0,), checked.seed + 1)
     with checked.compress(tried):
-        cache = CompressedCache(tried.model.config, checked.method, RATIO, **checked.options)
+        cache = CompressedCache(tried.model.config, checked.method, checked.ratio, **checked.options)
         tokens, _ = generate(tried.model, tried.inputs, NEW, **{CACHE: cache})
         longer = torch.cat([ids, tokens, more.inputs["input_ids"]], 1)
         second = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
@@ -200,7 +206,7 @@ def chooses_the_same_twice(checked: Checked) -> None:
     first, second = (checked.answer(tried) for _ in range(2))
     for row in range(len(tried.lengths)):
         if _kept(first, row, 0) != _kept(second, row, 0):
-            raise Broken(f"{tried}, ratio {RATIO}: row {row} keeps other entries when run again: {REPEATABLE}")
+            raise Broken(f"{checked.named(tried)}: row {row} keeps other entries when run again: {REPEATABLE}")
 
 
 def a_head_is_scored_by_itself(checked: Checked) -> None:
@@ -230,7 +236,7 @@ def a_head_is_scored_by_itself(checked: Checked) -> None:
             if not bool(is_near.all()):
                 column = int((~is_near).nonzero()[0])
                 raise Broken(
-                    f"{tried}, ratio {RATIO}: layer {view.place}, KV head {head}: entry {column} scores "
+                    f"{checked.named(tried)}: layer {view.place}, KV head {head}: entry {column} scores "
                     f"{scores[0, head, column]:.4g}, and {apart[0, head, column]:.4g} if the other heads have other "
                     "states: set mixes_heads = True"
                 )
@@ -247,7 +253,7 @@ def takes_sixteen_bits(checked: Checked) -> None:
         with checked.compress(half):
             _, logits = generate(half.model, half.inputs, 2)
         if not bool(logits.isfinite().all()):
-            raise Broken(f"{tried}, bfloat16, ratio {RATIO}: logits are not finite")
+            raise Broken(f"{tried}, bfloat16, ratio {checked.ratio}: logits are not finite")
 
 
 def memory_is_linear_in_the_prompt(checked: Checked) -> None:
@@ -324,10 +330,6 @@ def same_logits(where: str, one: torch.Tensor, other: torch.Tensor, name: str, o
     if not bool(torch.isclose(one, other, atol=TOLERANCE, rtol=0).all()):
         apart = (one - other).abs().nan_to_num(float("inf")).max()
         raise Broken(f"{where}: logits {name} differ from those {other_name} by up to {apart:.3g}")
-
-
-def _named(engine: dict[str, Any]) -> str:
-    return ", ".join([f"ratio {RATIO}", *(f"{name}={value}" for name, value in engine.items() if value is not None)])
 
 
 def _kept(run: Run, row: int, pads: int) -> list:

@@ -3,15 +3,12 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import ClassVar
 from unittest import mock
 
 import torch
 
 from ..cache.cache import CompressedCache
-from ..hooks.session import Session
-from ..policy.make import make_policy
-from ..policy.policy import Policy
 from ..tokens import TokenMethod, Tokens
 from .models import IMAGE, VIDEO, Tried, picture, prompts, tiled_model, tiled_picture, tiled_video, video, vision_model
 from .promises import (
@@ -26,16 +23,13 @@ from .promises import (
 from .reference import generate, hidden_from
 
 LAYERS = 4
-RATIO = 0.5  # of the vision tokens; some methods always keep one frame of four
 Kept = list[list[list[int]]]  # [layer][row] -> columns
 
 
 class CheckedTokens(Checked):
     """A token method with its options, and prompts that show what it chooses among."""
 
-    @cached_property
-    def policy(self) -> Policy:
-        return make_policy(self.method, RATIO, **self.options)
+    ratio: ClassVar[float] = 0.5  # of the vision tokens; some methods always keep one frame of four
 
     @cached_property
     def tried(self) -> list[Tried]:
@@ -49,9 +43,6 @@ class CheckedTokens(Checked):
         if sees == "tower":
             return [tiled]
         return [prompts("qwen2-vl", vision_model(LAYERS), (50, 23, 31), (2, 0, 1), self.seed, picture), tiled]
-
-    def compress(self, tried: Tried, **engine: Any) -> Session:
-        return super().compress(tried, **{"ratio": RATIO, **engine})
 
     def run(self, tried: Tried, forced: torch.Tensor | None = None) -> tuple[Kept, torch.Tensor, torch.Tensor]:
         """Answer a batch, with the tokens `forced` if given.
@@ -91,9 +82,8 @@ def keeps_its_budget(checked: CheckedTokens) -> None:
                 want.append(left)
             have = [sum(of_row[column] for column in layer[row] if column < len(of_row)) for layer in kept]
             if sum(have) > sum(want) or (sum(have) < sum(want) and not method.sets_budgets):
-                raise Broken(
-                    f"{_of(tried)}: row {row} keeps {have} of {total} vision tokens per layer instead of {want}"
-                )
+                what = f"row {row} keeps {have} of {total} vision tokens per layer instead of {want}"
+                raise Broken(f"{checked.named(tried)}: {what}")
 
 
 def answers_as_if_dropped_tokens_were_hidden(checked: CheckedTokens) -> None:
@@ -108,7 +98,7 @@ def answers_as_if_dropped_tokens_were_hidden(checked: CheckedTokens) -> None:
             raise NotAsked("its `choose` merges tokens")
         with hidden_from(tried.model, kept):
             _, expected = generate(tried.model, tried.inputs, NEW, tokens)
-        same_logits(_of(tried), logits, expected, "with the method", "of the masked model")
+        same_logits(checked.named(tried), logits, expected, "with the method", "of the masked model")
 
 
 @contextmanager
@@ -137,8 +127,8 @@ def a_row_is_as_alone(checked: CheckedTokens) -> None:
                 together, apart = {column - pads for column in of_batch[row]}, set(apart[0])
                 if together != apart:
                     only_there = f"{sorted(together - apart)} in the batch, {sorted(apart - together)} alone"
-                    raise Broken(f"{_of(tried)}: row {row}, layer {layer} keeps columns {only_there}")
-            same_logits(f"{_of(tried)}: row {row}", logits[row], alone[0], "in the batch", "alone")
+                    raise Broken(f"{checked.named(tried)}: row {row}, layer {layer} keeps columns {only_there}")
+            same_logits(f"{checked.named(tried)}: row {row}", logits[row], alone[0], "in the batch", "alone")
 
 
 def chooses_the_same_twice(checked: CheckedTokens) -> None:
@@ -146,13 +136,9 @@ def chooses_the_same_twice(checked: CheckedTokens) -> None:
         first, second = (checked.run(tried)[0] for _ in range(2))
         if first != second:
             raise Broken(
-                f"{_of(tried)}: other tokens are kept when run again: keep no state between calls, and draw random "
-                "numbers by tokens.row_seeds"
+                f"{checked.named(tried)}: other tokens are kept when run again: keep no state between calls, and draw "
+                "random numbers by tokens.row_seeds"
             )
-
-
-def _of(tried: Tried) -> str:
-    return f"{tried}, ratio {RATIO}"
 
 
 TOKEN_PROMISES: dict[str, Callable[[CheckedTokens], None]] = {

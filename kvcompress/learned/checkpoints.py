@@ -16,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ..errors import KVCompressError, shown
+from ..errors import KVCompressError, one_line, shown
 from ..files import parse_json, replacing
 
 HUB = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+)?", re.ASCII)
@@ -148,10 +148,8 @@ def reading(checkpoint: str, layout: str) -> Iterator[None]:
     except KVCompressError:
         raise
     except unreadable as error:
-        message = " ".join(str(error).split())[:300]
-        raise KVCompressError(
-            f"checkpoint={shown(checkpoint)} is not a {layout} checkpoint: {type(error).__name__}: {message}"
-        ) from error
+        reason = f"{type(error).__name__}: {one_line(error, 300)}"
+        raise KVCompressError(f"checkpoint={shown(checkpoint)} is not a {layout} checkpoint: {reason}") from error
 
 
 def _file(checkpoint: str, name: str = "") -> Path:

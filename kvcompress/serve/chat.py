@@ -24,7 +24,7 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        """A field that is null is one that is not given, also where it is none of ours."""
+        """Treat a field that is null as not given, even an unknown one."""
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
@@ -73,7 +73,7 @@ class TextFormat(_Strict):
 
 
 class Asked(_Strict):
-    """The body of a request, in OpenAI's words. What would be ignored is refused, but for notes of the client.
+    """The body of a request, in OpenAI's words. What would be ignored is refused, except for a client's notes.
 
     Attributes:
         temperature: None, like 0 and what is next to it, is greedy.

@@ -88,7 +88,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def load(flags: argparse.Namespace, options: dict[str, str]) -> "Server":
-    """Load the model and answer a prompt with it. Raises KVCompressError if it cannot be served so."""
+    """Load the model and answer a prompt with it. Raises KVCompressError if it cannot be served with these settings."""
     from transformers import AutoConfig, AutoProcessor
 
     from .. import PrefixCache, compress

@@ -1,4 +1,4 @@
-"""What `/metrics` tells, in Prometheus's format."""
+"""What `/metrics` reports, in Prometheus's format."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 

@@ -5,7 +5,7 @@ from typing import Any
 
 
 class AnswerText:
-    """Turns tokens to text piece by piece. What is given out is final.
+    """Turns tokens into text piece by piece. Text that was returned is final.
 
     Attributes:
         is_stopped: whether a stop string has come; the text ends before it.
@@ -44,7 +44,7 @@ class AnswerText:
         return now[len(before) :]
 
     def _given(self, new: str) -> str:
-        """Return what can be given out now that `new` follows."""
+        """Return what can be returned now that `new` follows."""
         text = self._held + new
         if found := [at for stop in self._stops if (at := text.find(stop)) >= 0]:
             self.is_stopped, self._held = True, ""

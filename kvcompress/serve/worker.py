@@ -85,7 +85,7 @@ class Worker:
             job.on_end(None)
 
     def stop(self) -> None:
-        """Close, and wait for the end of the thread."""
+        """Close, and wait until the thread has ended."""
         self.close()
         self._thread.join()
 
@@ -165,7 +165,7 @@ class Worker:
 
 
 class _Arrivals:
-    """The requests of a run, first come first served: an iterator that has none when none waits, and later some."""
+    """The requests of a run, first come first served: the iterator stops while none waits, and may go on later."""
 
     def __init__(self, worker: Worker):
         self._worker, self._index = worker, 0

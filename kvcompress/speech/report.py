@@ -61,14 +61,18 @@ def how_it_sounds(settings: dict[str, Any]) -> str:
     return f"{sound}{where}{'the' if where else 'The'} talker started with the second text token{after}. "
 
 
-def rows_of(content: dict[str, Any]) -> list[list[str]]:
-    """Return one row per start and strategy, with times as median (quartiles) and the rest as medians."""
-    starts = {
+def by_start(content: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the answers of cold starts and of warm rounds."""
+    return {
         "cold": [{"strategy": taken["strategy"], **taken["answer"]} for taken in content["cold"]],
         "warm": [row for taken in content["warm"] for row in taken["answers"]],
     }
+
+
+def rows_of(content: dict[str, Any]) -> list[list[str]]:
+    """Return one row per start and strategy, with times as median (quartiles) and the rest as medians."""
     rows = []
-    for start, answers in starts.items():
+    for start, answers in by_start(content).items():
         for strategy in content["settings"]["strategies"]:
             mine = [row for row in answers if row["strategy"] == strategy]
             if not mine:

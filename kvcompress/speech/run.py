@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, Qwen2_5OmniForConditionalGener
 
 from ..__main__ import find_command
 from ..bench.grid import attempt, garbage_left
-from ..bench.results import Results, about, say
+from ..bench.results import Results, about, check_files, say
 from ..device import default_device
 from ..errors import KVCompressError
 from ..files import check_output
@@ -43,8 +43,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> int:
     report = find_command("report") if given.html else None
     if given.html and given.save_audio is None and "speech" not in given.without:
         given.save_audio = given.out.with_name(f"{given.out.stem}-audio")
-    suffixes = (".json", ".md", ".html") if given.html else (".json", ".md")
-    check_output(given.out.parent, *(given.out.with_suffix(suffix).name for suffix in suffixes))
+    check_files(given.out, ".json", ".md", *([".html"] if given.html else []))
     if given.save_audio:
         check_output(given.save_audio)
     elsewhere = ("out", "resume", "save_audio", "html", "repeats", "cold")  # these may change when a run is resumed

@@ -79,9 +79,9 @@ def vocoder_reach(config: Any) -> int:
 
 
 class BlockNoise:
-    """The noise that sound starts from, block by block: the same for windows of every size."""
+    """The noise that sound starts from, drawn block by block, so that it is the same for windows of every size."""
 
-    def __init__(self, token2wav: PreTrainedModel, seed: int = 0):
+    def __init__(self, token2wav: PreTrainedModel, seed: int):
         config = token2wav.config.dit_config
         self._shape = (1, config.block_size, config.mel_dim)
         self._generator = torch.Generator().manual_seed(seed)

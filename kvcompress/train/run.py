@@ -1,4 +1,4 @@
-"""A training that goes on where it was cut: its state beside the output, and the loop of gradient steps."""
+"""A training run that resumes where it was interrupted: its state beside the output, and the loop of gradient steps."""
 
 import hashlib
 import json
@@ -109,7 +109,7 @@ class Run:
         steps: int,
         clip: float | None = None,
     ) -> None:
-        """Take gradient steps on each layer's weights, in place, from wherever an earlier run was cut.
+        """Take gradient steps on each layer's weights, in place, from wherever an earlier run was interrupted.
 
         Args:
             layers: for each layer, weights by name; they are leaves that require gradients.

@@ -119,7 +119,7 @@ def shuffled(seed: int, step: int, total: int, batch: int, per_epoch: int) -> to
 
 
 def drawn(draw: torch.Generator, inputs: int, *shape: int) -> torch.Tensor:
-    """Return weights as torch.nn.Linear with so many inputs begins with."""
+    """Return weights as torch.nn.Linear with that many inputs initialises them."""
     return (torch.rand(shape, generator=draw) * 2 - 1) / math.sqrt(inputs)
 
 

@@ -1,4 +1,4 @@
-"""Seeing, or replacing, what the attention layers of an unmodified model do."""
+"""Observe, or replace, what the attention layers of an unmodified model do."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

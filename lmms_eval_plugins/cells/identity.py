@@ -124,7 +124,7 @@ def _functions_of(value: Any) -> list[Any]:
 
 
 def _file_of(module: str) -> Path | None:
-    """Return the source file of a module; None for a notebook or a script, in which much else is done."""
+    """Return the source file of a module; None for a notebook or a script, which does much else."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return Path(file) if module != "__main__" and file and file.endswith(".py") and os.path.isfile(file) else None
 

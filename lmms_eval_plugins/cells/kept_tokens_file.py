@@ -22,6 +22,7 @@ from .results import dumps
 
 SURVIVORS_FILE = "survivors.jsonl"
 IMAGES_FOLDER = "images"
+KINDS = ("vision", "text")  # of tokens
 
 
 def unpacked(packed: dict[str, Any]) -> np.ndarray:
@@ -31,11 +32,16 @@ def unpacked(packed: dict[str, Any]) -> np.ndarray:
     return np.unpackbits(bits, count=count, bitorder="little").astype(bool).reshape(packed["shape"])
 
 
+def kept_mask(entry: dict[str, Any], kind: str = "all") -> np.ndarray:
+    """Return which of an entry's tokens were kept, bool (layers, heads, tokens), vision tokens first; `kind`: `vision`,
+    `text` or `all`."""
+    return np.concatenate([unpacked(entry[name]) for name in (KINDS if kind == "all" else (kind,))], axis=2)
+
+
 def shares(entry: dict[str, Any], kind: str) -> np.ndarray | None:
-    """Return the share of an entry's tokens that were kept, (layers, heads); `kind`: `vision`, `text` or `all`. None if
-    the prompt has no such tokens."""
-    kinds = ("vision", "text") if kind == "all" else (kind,)
-    mask = np.concatenate([unpacked(entry[name]) for name in kinds], axis=2)
+    """Return the share of an entry's tokens that were kept, (layers, heads); `kind`: as for `kept_mask`. None if the
+    prompt has no such tokens."""
+    mask = kept_mask(entry, kind)
     return mask.mean(2) if mask.shape[2] else None
 
 
@@ -44,14 +50,13 @@ def needs(entry: dict[str, Any]) -> np.ndarray | None:
     shares that sum to 1 per head. None unless the entry's method looks ahead at the answer."""
     if "needs" not in entry:
         return None
-    worth = np.concatenate([_levels(entry["needs"][kind]) ** 2 for kind in ("vision", "text")], axis=2)
+    worth = np.concatenate([_levels(entry["needs"][kind]) ** 2 for kind in KINDS], axis=2)
     return worth / np.maximum(worth.sum(2, keepdims=True), np.finfo(np.float64).tiny)
 
 
 def needs_kept(entry: dict[str, Any], worth: np.ndarray) -> np.ndarray:
     """Return the share of what the answer needs (`needs` of the same prompt) that an entry kept, (layers, heads)."""
-    mask = np.concatenate([unpacked(entry[kind]) for kind in ("vision", "text")], axis=2)
-    return (worth * mask).sum(2)
+    return (worth * kept_mask(entry)).sum(2)
 
 
 def _levels(packed: dict[str, Any]) -> np.ndarray:
@@ -69,23 +74,26 @@ def write_kept_tokens(folder: Path, images: Path, asked: int, entries: list[dict
         return
     lines = [dumps({"asked": asked})]
     for entry in entries:
-        stored = []
-        for image in entry["images"]:
-            rest = {key: value for key, value in image.items() if key != "jpeg"}
-            if "jpeg" in image:
-                content = base64.b64decode(image["jpeg"])
-                rest["file"] = hashlib.sha256(content).hexdigest()[:16] + ".jpg"
-                _write_once(images / rest["file"], content)
-            stored.append(rest)
-        lines.append(dumps({**entry, "images": stored}))
+        stored, files = without_images(entry)
+        for name, content in files.items():
+            if not (images / name).exists():  # the name is a hash of the content
+                with replacing(images / name) as draft:
+                    draft.write_bytes(content)
+        lines.append(dumps(stored))
     write_text(folder / SURVIVORS_FILE, "".join(line + "\n" for line in lines))
 
 
-def _write_once(path: Path, content: bytes) -> None:
-    if path.exists():  # the name is a hash of the content
-        return
-    with replacing(path) as draft:
-        draft.write_bytes(content)
+def without_images(entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return an entry that refers to its images by files, and the content of each file."""
+    stored, files = [], {}
+    for image in entry["images"]:
+        rest = {key: value for key, value in image.items() if key != "jpeg"}
+        if "jpeg" in image:
+            content = base64.b64decode(image["jpeg"])
+            rest["file"] = hashlib.sha256(content).hexdigest()[:16] + ".jpg"
+            files[rest["file"]] = content
+        stored.append(rest)
+    return {**entry, "images": stored}, files
 
 
 def read_kept_tokens(folder: Path) -> list[dict[str, Any]]:
@@ -124,8 +132,7 @@ def _read(folder: Path) -> tuple[int, list[dict[str, Any]]]:
                 raise ValueError(f"line {number}: {wrong}")
         asked, entries = lines[0]["asked"], lines[1:]
         for entry in entries:
-            for kind in ("vision", "text"):
-                unpacked(entry[kind])
+            kept_mask(entry)
             needs(entry)
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, zlib.error) as error:
         raise DamagedFile(f"{SURVIVORS_FILE} is damaged: {one_line(error)}") from None

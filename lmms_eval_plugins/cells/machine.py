@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcompress.errors import shown
+from kvcompress.command_line import COUNT, SWITCH
+from kvcompress.command_line import VARIABLES as CORE_VARIABLES
 
 from ..tasks import BUNDLED_TASKS
-from .errors import EvaluationFailed, UsageError
+from .errors import EvaluationFailed
 from .names import index_of
 from .request import BUNDLED_MODEL, Request
 
@@ -22,26 +23,17 @@ if TYPE_CHECKING:
     from ..model.arguments import ModelArguments
 
 HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-# Environment variable -> its allowed values, as a pattern and in words. An empty one counts as unset.
-COUNT, RANK, SWITCH = r"[1-9]\d{0,3}", r"\d{1,4}", "(?i:1|0|on|off|yes|no|true|false)"
+RANK = r"\d{1,4}"
 VARIABLES = {
+    **CORE_VARIABLES,
     "NUM_PROCESSES": (COUNT, "a number of processes, from 1 to 9999"),
     "WORLD_SIZE": (COUNT, "a number of processes, from 1 to 9999"),
     "RANK": (RANK, "the number of a process, from 0"),
     "LOCAL_RANK": (RANK, "the number of a process, from 0"),
-    "OMP_NUM_THREADS": (f"{COUNT}(,{COUNT})*", "a number of threads, from 1 to 9999"),
-    "HF_HUB_OFFLINE": (SWITCH, "1 or 0"),
     "HF_DATASETS_OFFLINE": (SWITCH, "1 or 0"),
     "TRANSFORMERS_OFFLINE": (SWITCH, "1 or 0"),
     "HF_ENDPOINT": (r"https?://\S+", "an address that begins with http:// or https://"),
 }
-
-
-def check_environment() -> None:
-    """Raise UsageError for an environment variable that would be ignored or misread."""
-    for name, (pattern, meaning) in VARIABLES.items():
-        if (value := os.environ.get(name)) and not re.fullmatch(pattern, value, re.ASCII):
-            raise UsageError(f"{name}={shown(value)} is not {meaning}")
 
 
 @contextmanager
@@ -105,10 +97,10 @@ def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def hub_is_reachable(timeout_s: float = 5) -> bool:
+def hub_is_reachable() -> bool:
     """Return whether the hub, or a proxy before it, answers at all."""
     try:
-        urllib.request.urlopen(urllib.request.Request(HUB, method="HEAD"), timeout=timeout_s).close()
+        urllib.request.urlopen(urllib.request.Request(HUB, method="HEAD"), timeout=5).close()
     except urllib.error.HTTPError:
         return True
     except (OSError, http.client.HTTPException):  # the second: something that does not speak HTTP

@@ -100,7 +100,7 @@ def check_names(request: Request) -> None:
 
 
 def asked_for(names: Iterable[str]) -> dict[str, bool]:
-    """Return each requested method -> whether it was named itself, not by a group. `full` comes first in a group."""
+    """Map each requested method to whether it was named itself, not through a group. `full` comes first in a group."""
     from kvcompress.methods import list_methods, method_name
     from kvcompress.tokens import TokenMethod
 

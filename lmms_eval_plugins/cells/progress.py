@@ -30,7 +30,7 @@ class Grid:
         self.finished, self.name = cell, name
 
     def skip(self, cell: int) -> None:
-        """Count the questions of a cell that is not evaluated neither as done nor as left."""
+        """Take the questions of a cell that is not evaluated out of the count."""
         self.questions[cell] = 0
 
     def left(self, part: float) -> timedelta | None:

@@ -168,8 +168,8 @@ def incomplete_reason(folder: Path, fingerprint: dict[str, Any], unknown: tuple[
     return changed_since(results["fingerprint"], fingerprint, unknown)
 
 
-def changed_since(stored: dict[str, Any], fingerprint: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
-    """Say in what a cell's `stored` fingerprint differs from another; None if in nothing. `unknown`: as in
+def changed_since(stored: dict[str, Any], fingerprint: dict[str, Any], unknown: tuple[str, ...]) -> str | None:
+    """Say where a cell's `stored` fingerprint differs from `fingerprint`; None if nowhere. `unknown`: as in
     `incomplete_reason`."""
     wanted = json.loads(dumps(fingerprint))
     compared = {*stored, *wanted}.difference(unknown)
@@ -214,7 +214,7 @@ def score_key(cell: dict[str, Any], task: str) -> str:
     return cell.get("configs", {}).get(task, {}).get("score_key") or "score"
 
 
-def tokens_out(sample: dict[str, Any], repeats: int = 1) -> float:
+def tokens_out(sample: dict[str, Any], repeats: int) -> float:
     """Return the tokens of a question's answer, or of all its rounds together; of `repeats` answers the mean, since the
     score is that of one."""
     tokens = sum(row["tokens_out"] for row in sample.get("measurements", [sample["measurement"]]))

@@ -58,28 +58,23 @@ def evaluate_cells(
             task = job.cell.task
             say(measured_line(lm, job, sum(other.cell.task == task for other in jobs)))
         grid.begin(number, job.name)
-        is_done = False
-        if job.cell.task not in failures.reasons:
-            is_of_group = job.cell.method in job.plan.of_groups
+        if task not in failures.reasons:
             with (
-                failures.noted(job.cell.task, cell=f"{job.cell.task}/{job.name}"),
-                left_out_of_a_group(job.name, is_of_group),
+                failures.noted(task, cell=f"{task}/{job.name}"),
+                left_out_of_a_group(job.name, job.cell.method in job.plan.of_groups),
             ):
                 evaluate_cell(lm, job)
                 finished(job)
-                failures.working.add(job.cell.task)
-                is_done = True
-        if not is_done:
-            grid.skip(number)
+                failures.working.add(task)
+                continue
+        grid.skip(number)  # it failed, or its task did
 
 
 def measured_line(lm: "Answerer", job: Job, cells: int) -> str:
     """Describe in one line what the next cells measure, and on what machine."""
-    found = {
-        key: value for key, value in environment(lm).items() if key not in ("versions", "python", "config", "server")
-    }
-    facts = {**job.cell.settings, **found, "batch_size": lm.batch_size}
-    listed = " ".join(f"{key}={value}" for key, value in facts.items())
+    facts = {**job.cell.settings, **environment(lm), "batch_size": lm.batch_size}
+    untold = ("versions", "python", "config", "server")
+    listed = " ".join(f"{key}={value}" for key, value in facts.items() if key not in untold)
     return f"measuring {job.cell.task} with {job.cell.model}: {cells} cells of {job.questions} questions; {listed}"
 
 

@@ -7,6 +7,7 @@ usual clients (requests, httpx, urllib3) send them.
 import contextlib
 import hashlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -33,6 +34,17 @@ class JudgeWatch:
         else:
             self.unanswered.pop(request, None)
 
+    @contextlib.contextmanager
+    def attempt(self, method: str, url: str, body: Any) -> Iterator[SimpleNamespace]:
+        """Record one attempt, made inside this context, which sets the response's `status`."""
+        attempt = SimpleNamespace(status=None)
+        try:
+            yield attempt
+        except Exception as error:
+            self.note(method, url, body, None, type(error).__name__)
+            raise
+        self.note(method, url, body, attempt.status, "")
+
 
 @contextlib.contextmanager
 def scorers_watched() -> Iterator[JudgeWatch]:
@@ -47,31 +59,21 @@ def scorers_watched() -> Iterator[JudgeWatch]:
     urlopen, send, async_send = pool.urlopen, httpx.Client.send, httpx.AsyncClient.send
 
     def watched_urlopen(self: Any, method: str, url: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
-        where = f"{self.scheme}://{self.host}:{self.port}{url}"
-        try:
+        with watch.attempt(method, f"{self.scheme}://{self.host}:{self.port}{url}", body) as attempt:
             response = urlopen(self, method, url, body, *args, **kwargs)
-        except Exception as error:
-            watch.note(method, where, body, None, type(error).__name__)
-            raise
-        watch.note(method, where, body, response.status, "")
+            attempt.status = response.status
         return response
 
     def watched_send(self: Any, request: httpx.Request, **kwargs: Any) -> httpx.Response:
-        try:
+        with watch.attempt(request.method, str(request.url), _content(request)) as attempt:
             response = send(self, request, **kwargs)
-        except Exception as error:
-            watch.note(request.method, str(request.url), _content(request), None, type(error).__name__)
-            raise
-        watch.note(request.method, str(request.url), _content(request), response.status_code, "")
+            attempt.status = response.status_code
         return response
 
     async def watched_async_send(self: Any, request: httpx.Request, **kwargs: Any) -> httpx.Response:
-        try:
+        with watch.attempt(request.method, str(request.url), _content(request)) as attempt:
             response = await async_send(self, request, **kwargs)
-        except Exception as error:
-            watch.note(request.method, str(request.url), _content(request), None, type(error).__name__)
-            raise
-        watch.note(request.method, str(request.url), _content(request), response.status_code, "")
+            attempt.status = response.status_code
         return response
 
     with (

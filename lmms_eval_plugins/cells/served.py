@@ -77,15 +77,15 @@ class Server:
 
     @property
     def engine(self) -> str:
-        """What serves: `kvcompress`, `vllm`, ..."""
+        """The program that serves the model: `kvcompress`, `vllm`, ..."""
         return str(self.about.get("owned_by", "unknown"))
 
     def lm(self, arguments: ModelArguments) -> "ServedLM":
-        """Return the model that asks it."""
+        """Return an lmms-eval model that asks this server."""
         return ServedLM(arguments, self)
 
     def named(self, cells: Cells) -> Cells:
-        """Return the cells with the server's kind as an option, which tells their rows from those of a model here.
+        """Return the cells with the engine as an option, which distinguishes their rows from those of a local model.
 
         Raises UsageError if the server says that it runs another method, or with another ratio or other options. Not
         every server says it."""
@@ -126,7 +126,7 @@ def client_of(url: str) -> openai.OpenAI:
 
 
 def failure(url: str, error: Exception) -> str:
-    """Say in one line what a server did not do."""
+    """Say in one line why a request to a server failed."""
     if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
         return f"--server {url} wants a key: set {API_KEY} ({said(error)})"
     if isinstance(error, openai.APIConnectionError):
@@ -143,7 +143,7 @@ def said(error: BaseException) -> str:
 
 
 class ServedLM(Answerer):
-    """Asks a server. What a cell's method is was told to the server when it was started.
+    """Asks a server, which was told a cell's method when it was started.
 
     Attributes:
         few_shot, progress_bar: as `KVCompressLM`'s.
@@ -267,7 +267,7 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class _Asking:
-    """What lmms-eval's model takes for OpenAI's `client.chat.completions`. It is called by several threads.
+    """Stands in for OpenAI's `client.chat.completions` in lmms-eval's model; several threads call it.
 
     Attributes:
         body: what each request asks beside its messages.

@@ -10,7 +10,7 @@ import pandas as pd
 from ..cells.results import exact
 from ..report.against import MARGIN, signed
 from ..report.metrics import Numbers
-from ..report.significance import paired_test
+from ..report.significance import cluster_codes, paired_test
 
 NOT_CHOSEN = ("full", "hindsight")  # one compresses nothing, one knows the answer
 FEWEST_METHODS = 3  # among which there is something to choose
@@ -69,7 +69,7 @@ def choose(
     """
     tried = {key: np.asarray(own, float) for key, own in scores.items() if may_be_chosen(key[0])}
     methods = {method for method, _ in tried}
-    codes = np.arange(len(full)) if clusters is None else pd.factorize(np.asarray(clusters, object))[0]
+    codes = cluster_codes(clusters, len(full))
     first, full = codes % 2 == 0, np.asarray(full, float)
     if len(methods) < FEWEST_METHODS or min(first.sum(), (~first).sum()) < FEWEST_QUESTIONS:
         return None

@@ -8,6 +8,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvcompress import KVCompressError
+from kvcompress.errors import first_fault
 
 from ..cells.results import exact
 from ..report.html.data import CELL_NUMBERS, cell_data
@@ -74,9 +75,8 @@ def read(folder: Path) -> list[Table]:
     try:
         return Tables.model_validate_json(file.read_bytes()).tables
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise KVCompressError(f"{FILE} is no file of tables: {where} {first['msg']}".replace("  ", " ")) from None
+        where, message, _ = first_fault(error)
+        raise KVCompressError(f"{FILE} is no file of tables: {where} {message}".replace("  ", " ")) from None
 
 
 def board_of(table: Table, submission: str) -> dict[str, Any]:

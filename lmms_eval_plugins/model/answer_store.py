@@ -62,7 +62,7 @@ def _digest(key: str, value: Any) -> str:
     return hashlib.sha256(json.dumps([key, value]).encode()).hexdigest()[:16]
 
 
-def key_of(requests: Sequence[Instance], what: bytes = b"") -> str:
+def key_of(requests: Sequence[Instance], what: bytes) -> str:
     """Return a batch's key: a hash of its questions, their generation arguments, and `what` (the prompts' digest)."""
     asked = [
         [request.args[2], *request.args[3:6], bool((request.metadata or {}).get("__padding_only__"))]
@@ -77,6 +77,6 @@ def to_json(results: list[GenerationResult], rows: list[dict[str, Any]], seconds
 
 
 def from_json(value: dict[str, Any]) -> tuple[list[GenerationResult], list[dict[str, Any]], float]:
-    """Return the arguments of `to_json`."""
+    """Invert `to_json`."""
     results = [GenerationResult(each["text"], TokenCounts(**each["token_counts"])) for each in value["results"]]
     return results, value["rows"], value["seconds"]

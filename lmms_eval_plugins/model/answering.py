@@ -20,7 +20,6 @@ from kvcompress.hooks.prefix_cache import PrefixCache
 from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.measure import Measurement
 
-from .arguments import make_compression
 from .batches import Batch, BatchStore, EncodedCalls
 from .generation import Generation
 from .input_methods import Compression
@@ -259,23 +258,18 @@ class Answering:
     @property
     def can_offload(self) -> bool:
         """Whether this kind of KV cache can be offloaded to CPU memory."""
-        return self._implementation in OFFLOADED
+        return self.compression.cache_implementation in OFFLOADED
 
     @contextmanager
     def offloaded(self) -> Iterator[None]:
         """Keep the KV cache in CPU memory inside this context."""
         before = self.compression
-        options = {**before.options, "cache_implementation": OFFLOADED[self._implementation]}
-        self.compression = make_compression(before.method, before.ratio, before.budget, **options)
+        self.compression = before.stored_as(OFFLOADED[before.cache_implementation])
         self.is_warm = False
         try:
             yield
         finally:
             self.compression = before
-
-    @property
-    def _implementation(self) -> str:
-        return self.compression.options.get("cache_implementation", "dynamic")
 
     @property
     def held(self) -> int:
@@ -295,15 +289,10 @@ def static_advice(model: PreTrainedModel, compression: Compression, measured: Me
 
     They are recommended if they work with the compression and the measured decode step is bound by launches
     (kvcompress/bench/cost.py)."""
-    if compression.options.get("cache_implementation", "dynamic") != "dynamic" or measured.tpot_s is None:
+    if compression.cache_implementation != "dynamic" or measured.tpot_s is None:
         return None
     try:
-        make_compression(
-            compression.method,
-            compression.ratio,
-            compression.budget,
-            **{**compression.options, "cache_implementation": "static"},
-        )
+        compression.stored_as("static")
     except KVCompressError:
         return None
     layers, weights = decoded_with(model)

@@ -26,7 +26,7 @@ from pydantic import (
 import kvcompress
 from kvcompress import KVCompressError
 from kvcompress.calibration.files import BUNDLED as BUNDLED_CALIBRATIONS
-from kvcompress.errors import plain_number, shown, unknown_name
+from kvcompress.errors import first_fault, plain_number, shown, unknown_name
 from kvcompress.methods import untyped
 
 from .input_methods import INPUT_METHODS, Compression, choose, method_info, method_options
@@ -351,10 +351,8 @@ def validated(model: type[BaseModel], **values: Any) -> Any:
     try:
         return model(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        cause = first.get("ctx", {}).get("error")
+        cause = error.errors()[0].get("ctx", {}).get("error")
         if isinstance(cause, KVCompressError):
             raise cause from None
-        name = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        raise KVCompressError(f"{name}={shown(first['input'])}: {message}") from None
+        name, message, value = first_fault(error)
+        raise KVCompressError(f"{name}={shown(value)}: {message}") from None

@@ -112,7 +112,7 @@ def room_for_a_batch(device: torch.device) -> int:
 
 
 class Sizes:
-    """Finds the sizes for one loaded model.
+    """Finds batch sizes and numbers of slots for one loaded model.
 
     Attributes:
         found: the sizes found for `batch_size=auto` in the last evaluation, by the index of their first batch.

@@ -50,7 +50,7 @@ class Downsample(InputMethod):
 @input_method("blind")
 @dataclass(frozen=True)
 class Blind(InputMethod):
-    """Leaves out images and videos: what the model answers without seeing."""
+    """Leaves out images and videos, to show what the model answers without seeing them."""
 
     size: ClassVar[dict[str, float]] = {"ratio": 0.0}  # of the vision tokens
 
@@ -82,7 +82,7 @@ def size_of(name: str | None) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Compression:
-    """A method with its size and options, checked; that needs no model.
+    """A method with its size and options, checked without a model.
 
     Attributes:
         method, ratio, budget, options: what is asked for.
@@ -106,6 +106,15 @@ class Compression:
         return {**of_inputs, **self.policy.options}
 
     @property
+    def cache_implementation(self) -> str:
+        return self.options.get("cache_implementation", "dynamic")
+
+    def stored_as(self, cache_implementation: str) -> "Compression":
+        """Return the same compression with another kind of cache. Raises KVCompressError."""
+        options = {**self.options, "cache_implementation": cache_implementation}
+        return choose(self.method, self.ratio, self.budget, options)
+
+    @property
     def of_cache(self) -> dict[str, Any]:
         """The arguments of `kvcompress.compress`: with an input method, the cache keeps everything."""
         if self.inputs is not None:
@@ -127,7 +136,7 @@ class Compression:
 
 
 def options_of_cache(options: dict[str, Any]) -> dict[str, Any]:
-    """Return those of an input method's options that are the cache's."""
+    """Return the options of an input method that belong to the cache."""
     return {option: value for option, value in options.items() if option in all_options(core.method_info("full"))}
 
 

@@ -95,7 +95,7 @@ class KVCompressLM(Answerer):
 
     @property
     def batch_sizes(self) -> dict[int, int]:
-        """What lmms-eval writes down of `batch_size=auto`, see `Sizes.found`."""
+        """What lmms-eval records about `batch_size=auto`; see `Sizes.found`."""
         return self.sizes.found
 
     # -- cells and measurements -----------------------------------------------------------------------------------
@@ -276,9 +276,10 @@ class KVCompressLM(Answerer):
 
     def _stored(self, requests: list[Instance], prompts: bytes) -> dict[str, Any] | None:
         """Return what is stored of an earlier run's answers to a batch; None if nothing is."""
-        if self.answer_store is None or any(map(self._has_overlay, requests)):
-            return None
-        return self.answer_store.get(key_of(requests, prompts))
+        return self.answer_store.get(key_of(requests, prompts)) if self._uses_store(requests) else None
+
+    def _uses_store(self, requests: list[Instance]) -> bool:
+        return self.answer_store is not None and not any(map(self._has_overlay, requests))
 
     def _answer_or_recall(self, requests: list[Instance], batch: Batch) -> Answered:
         """Answer requests, or recall an earlier run's answers with the seconds they took."""
@@ -299,9 +300,8 @@ class KVCompressLM(Answerer):
 
     def _store(self, requests: list[Instance], batch: Batch, answered: Answered, rows: list[dict[str, Any]]) -> None:
         """Store answers for later runs, if there is a store."""
-        if self.answer_store is None or any(map(self._has_overlay, requests)):
-            return
-        if not self._wanted(requests[0]).arguments["do_sample"]:  # a sampled answer must differ when asked again
+        # A sampled answer must differ when asked again.
+        if self._uses_store(requests) and not self._wanted(requests[0]).arguments["do_sample"]:
             self.answer_store.put(key_of(requests, batch.key), to_json(answered[0], rows, answered[1]))
 
     def _answer_within_memory(self, requests: list[Instance], batch: Batch) -> Answered:

@@ -26,6 +26,7 @@ from transformers import BatchFeature
 from transformers.video_utils import VideoMetadata
 
 from kvcompress import KVCompressError
+from kvcompress.errors import one_line
 from kvcompress.pictures import read_image
 
 from .arguments import ModelArguments
@@ -249,7 +250,7 @@ class ChatProcessor:
             raise self._wrong_template(f"{type(error).__name__}: {error}") from error
 
     def _wrong_template(self, reason: str) -> KVCompressError:
-        return KVCompressError(f"{self._template}: {' '.join(reason.split())}")
+        return KVCompressError(f"{self._template}: {one_line(reason)}")
 
     @property
     def _template(self) -> str:
@@ -284,7 +285,7 @@ class ChatProcessor:
             shown = "a question's images or videos, or " if {"images", "videos"} & arguments.keys() else ""
             raise KVCompressError(
                 f"the processor refuses {shown}the prompt that {self._template} wrote: {type(error).__name__}: "
-                f"{' '.join(str(error).split())}"
+                f"{one_line(error)}"
             ) from error
         self._check_shown(prompts, inputs["input_ids"])
         # Frame positions are multiples of this value, so it must not be rounded to the model's precision.

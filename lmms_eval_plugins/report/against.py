@@ -118,7 +118,7 @@ def explanation(
     method: str = "the method",
     reference: str = "the reference",
 ) -> str:
-    """Return the text under a table of `columns`, in which `method` is held against `reference`."""
+    """Return the text under a table of `columns`, in which `method` is compared with `reference`."""
     known = tests[tests["clusters"].notna()]
     together = known[known["clusters"] < known["questions"]]
     text = (

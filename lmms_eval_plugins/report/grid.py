@@ -30,7 +30,7 @@ from .metrics import (
     speed_up,
 )
 from .numbers import kept, near, share
-from .table import KEPT
+from .table import KEPT, title_of
 
 GROUP = ["task", "model", "settings"]  # only cells of one group are compared with each other
 
@@ -88,12 +88,6 @@ def load_grid(
     return pd.concat(grids, ignore_index=True), left_out
 
 
-def title_of(key: Sequence[str]) -> str:
-    """Return the title of a GROUP's values."""
-    task, model, settings = key
-    return f"{task}, {model}" + (f" ({settings})" if settings else "")
-
-
 def _against_full(group: pd.DataFrame) -> pd.DataFrame:
     group = group.sort_values(["order", "series", "kept"], ascending=[True, True, False])
     group = group.assign(size=group["asked"].str.replace(" ", "=")).drop(columns="order")
@@ -132,9 +126,8 @@ def headrooms(cells: pd.DataFrame) -> list[Headroom | None]:
     parts: list[Headroom | None] = []
     for row in cells.itertuples():
         between = [of_ruler[of_ruler["size"] == row.size] for of_ruler in rulers.values()]
-        if row.method == "full" or any(
-            len(found) != 1 or not near(row.kept, found["kept"].iloc[0]) for found in between
-        ):
+        is_alike = all(len(found) == 1 and near(row.kept, found["kept"].iloc[0]) for found in between)
+        if row.method == "full" or not is_alike:
             parts.append(None)
             continue
         scores = [of_cell["score"] for of_cell in (row.questions, *(found["questions"].iloc[0] for found in between))]

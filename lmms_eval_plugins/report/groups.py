@@ -18,7 +18,7 @@ from ..cells.errors import leave_out
 from ..cells.results import RESULTS_FILE, DamagedFile, read_cell, result_folders, tokens_out
 from .clusters import cluster_of
 from .headline import by_question, headline
-from .table import sweep_frame
+from .table import sweep_frame, title_of
 
 MOST_GOLD = 4  # accepted answers shown per question
 MEASURED = ("tokens_in", "vision_tokens", "ttft_s", "tpot_s", "kv_bytes_prompt")
@@ -47,12 +47,11 @@ class Group:
 
     @property
     def title(self) -> str:
-        settings = self.frame["settings_text"].iloc[0]
-        return f"{self.task}, {self.model}" + (f" ({settings})" if settings else "")
+        return title_of((self.task, self.model, self.frame["settings_text"].iloc[0]))
 
 
 def cell_folders(root: Path, directly: bool = False) -> list[Path]:
-    """Return the folders of all cells under `root`, or `directly` in it, but those that are being written."""
+    """Return the folders of all cells under `root`, or `directly` in it, except those that are being written."""
     folders = sorted(file.parent for file in root.glob(f"[!.]*/{RESULTS_FILE}")) if directly else result_folders(root)
     return [each for each in folders if not any(part.startswith(UNFINISHED) for part in each.relative_to(root).parts)]
 

@@ -12,10 +12,10 @@ from . import terminal
 from .against import columns, explanation
 from .appearance import score_scale, short_names
 from .gate import answered_blind, gate_lines
-from .grid import GROUP, curves, load_grid, overall, paired_tests, title_of
+from .grid import GROUP, curves, load_grid, overall, paired_tests
 from .numbers import fixed, kept, share, text_of
 from .short_answers import warning
-from .table import KEPT, print_warning
+from .table import KEPT, print_warning, title_of
 from .terminal import fitted
 
 # Columns that a narrow terminal omits, the least important first.

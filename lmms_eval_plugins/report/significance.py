@@ -54,7 +54,7 @@ def paired_test(a: Numbers, b: Numbers, clusters: Sequence | None = None) -> Com
     a, b = np.asarray(a, float), np.asarray(b, float)
     if len(a) != len(b) or not len(a):
         raise KVCompressError(f"a paired comparison needs the same questions, not {len(a)} and {len(b)}")
-    codes, scores = _codes(clusters, len(a)), np.concatenate([a, b])
+    codes, scores = cluster_codes(clusters, len(a)), np.concatenate([a, b])
     most = max(1.0, float(np.ptp(scores)), float(np.abs(scores).max()))  # by which a question's score can differ
     sums, sizes = pd.Series(a - b).groupby(codes).agg(["sum", "size"]).to_numpy(float).T
     changed = sums[np.abs(sums) > 1e-12]
@@ -91,7 +91,7 @@ def _adjusted(sums: np.ndarray, sizes: np.ndarray, most: float) -> tuple[float, 
 def mean_interval(scores: Numbers, clusters: Sequence | None = None) -> tuple[float, float] | None:
     """Return the 95 % interval of a mean score, with clustered standard errors, within [0, 1] if all scores are. None
     if there is a single cluster, or all scores are equal."""
-    scores, codes = np.asarray(scores, float), _codes(clusters, len(scores))
+    scores, codes = np.asarray(scores, float), cluster_codes(clusters, len(scores))
     if len(set(codes)) < 2 or not np.ptp(scores):
         return None
     low, high, _ = _clustered(scores, codes)
@@ -99,7 +99,8 @@ def mean_interval(scores: Numbers, clusters: Sequence | None = None) -> tuple[fl
     return (max(low, 0.0), min(high, 1.0)) if is_share else (low, high)
 
 
-def _codes(clusters: Sequence | None, questions: int) -> np.ndarray:
+def cluster_codes(clusters: Sequence | None, questions: int) -> np.ndarray:
+    """Number the questions' clusters: (questions,), from 0. Without `clusters`, each question is its own."""
     return np.arange(questions) if clusters is None else pd.factorize(np.asarray(clusters, object))[0]
 
 
@@ -140,9 +141,9 @@ def least_difference(questions: int, deviation: float) -> float:
 CHANGED = 0.1  # share of answers that turn from right to wrong or back: not known before a run
 
 
-def power_line(task: str, questions: int, points: float = 2.0) -> str:
-    """Say before a run what a paired test on this many questions will find, and what `points` need."""
-    deviation = 100 * math.sqrt(CHANGED)
+def power_line(task: str, questions: int) -> str:
+    """Say before a run what a paired test on this many questions will find, and what two points need."""
+    points, deviation = 2.0, 100 * math.sqrt(CHANGED)
     return (
         f"{task}: {questions} questions can detect a difference of {least_difference(questions, deviation):.1f} points "
         f"(p < {ALPHA:g}, power {POWER:.0%}, if a tenth of the answers change); {points:g} points need "

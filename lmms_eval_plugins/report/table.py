@@ -7,6 +7,7 @@ table and plots, written beside the cells as `report[-key=value...].md` and `.pn
 import hashlib
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,7 @@ def report(
         if not cells:
             raise FileNotFoundError(f"no finished cell under {folder} (expected <method>-<ratio>/results.json)")
         for name, frame in pooled(sweep_frame(cells, metric, metric_filter)).groupby("settings"):
-            protocol = cells[0]["protocol"]
-            of_settings = f" ({frame['settings_text'].iloc[0]})" if name else ""
-            title = f"{protocol['task']}, {protocol['model']}{of_settings}"
+            title = title_of(frame[["task", "model", "settings_text"]].iloc[0])
             table_path = folder / ("-".join(filter(None, ["report", name])) + ".md")
             write_text(table_path, markdown(frame, title))
             console.print(terminal_table(frame, title, console.width, table_path.name))
@@ -150,6 +149,13 @@ def sweep_frame(
 
 
 # -- the text of the table
+
+
+def title_of(key: Sequence[str]) -> str:
+    """Return the title of the cells of a task, a model and settings."""
+    task, model, settings = key
+    return f"{task}, {model}" + (f" ({settings})" if settings else "")
+
 
 KEPT = "kept (asked)"
 TABLE_COLUMNS = [
@@ -278,6 +284,5 @@ def terminal_table(frame: pd.DataFrame, title: str, width: int, elsewhere: str) 
 
 
 def print_warning(console: Console, line: str) -> None:
-    """Print a warning conspicuously, unless it is empty."""
-    if line:
-        console.print(line, style="yellow", soft_wrap=True, highlight=False)
+    """Print a warning conspicuously."""
+    console.print(line, style="yellow", soft_wrap=True, highlight=False)

@@ -10,10 +10,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvcompress.command_line import Parser, returns_exit_code
+from kvcompress.command_line import Parser, check_environment, returns_exit_code
 from kvcompress.flag_types import count_or_fraction, folder, label, path
 
-from ..cells.machine import check_environment
+from ..cells.machine import VARIABLES
 from ..evaluate import parse
 
 
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     0: every cell that lmms-eval can run has a result. 1: a cell failed, or this machine lacks a GPU or model for it.
     Other codes are those of the evaluation command.
     """
-    check_environment()
+    check_environment(VARIABLES)
     flags, extra = parser().parse_known_args(argv)
     parse(["tiny_textvqa", "tiny", "full", "1", *extra])  # to report a wrong flag at once
     from .grid import reproduce

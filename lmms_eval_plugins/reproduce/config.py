@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
-from kvcompress.errors import MOST, nearest, one_line, shown
+from kvcompress.errors import MOST, first_fault, nearest, one_line, shown
 
 from ..cells.errors import UsageError
 from ..cells.results import exact
@@ -125,9 +125,7 @@ def load_config(name: str, model_root: Path | None = None) -> tuple[Reproduction
     try:
         config = Reproduction.model_validate(read_yaml(path, "reproduction"))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
+        where, message, _ = first_fault(error)
         raise UsageError(f"{path}: {where + ': ' if where else ''}{message}") from None
     if model_root is None:
         return config, path

@@ -76,7 +76,7 @@ def parse_only(text: str, config: Reproduction) -> dict[str, set[str]]:
         if axis not in (*axes, "ratio"):
             raise UsageError(f"--only {item!r}: give model=, task=, method= or ratio= with a value")
         value = exact(float(value)) if axis == "ratio" and value.replace(".", "", 1).isdecimal() else value.lower()
-        valid = dict.fromkeys(cell.key[3] if axis == "ratio" else _shown(cell, axis) for cell in every)
+        valid = dict.fromkeys(cell.key[[*axes, "ratio"].index(axis)] for cell in every)
         if not any(value in _names(cell, axis) for cell in every):
             raise UsageError(f"--only {item}: there is no such {axis}; valid: {', '.join(valid)}")
         only.setdefault(axis, set()).add(value)
@@ -118,11 +118,6 @@ def _names(cell: PlannedCell, axis: str) -> set[str]:
         "ratio": [cell.key[3]],
     }[axis]
     return {name.lower() for name in names if name}
-
-
-def _shown(cell: PlannedCell, axis: str) -> str:
-    """Return the paper's name for a cell on one axis of the grid."""
-    return {"model": cell.model, "task": cell.benchmark, "method": cell.method}[axis].name
 
 
 def _groups(cells: list[PlannedCell]) -> list[list[PlannedCell]]:

@@ -63,7 +63,7 @@ def row(
     asked_now: dict[str, Any] | None = None,
 ) -> Row:
     """Return a cell's row with its reference. If it has no result, the note says how its run `failed`, or else the
-    `reason`; if its result has another fingerprint than is `asked_now`, in what."""
+    `reason`; if its result has another fingerprint than is `asked_now`, where they differ."""
     theirs, reading_error = reference.get(cell.key, (None, None))
     ours, stderr, margin, tokens, short, note = None, None, None, None, False, failed or reason
     if cell.folder is not None and (cell.folder / RESULTS_FILE).is_file():

@@ -10,15 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvcompress.command_line import Parser, returns_exit_code
+from kvcompress.command_line import Parser, check_environment, returns_exit_code
 from kvcompress.errors import KVCompressError
 from kvcompress.flag_types import count_or_fraction, folder, label, path, whole
 
 from ..cells.errors import EvaluationFailed, UsageError
-from ..cells.machine import check_environment, number_of_processes, say
+from ..cells.machine import VARIABLES, number_of_processes, say, set_offline
 from ..cells.names import check_tasks
 from ..cells.run import quiet
-from .trial import cell_folder, parse_trial, run_trial, stay_offline
+from ..evaluate import parse
+from .trial import cell_folder, parse_trial, run_trial
 
 USAGE = """CONFIG [flags] [parameter=value ...]
        python -m lmms_eval_plugins.sweep trial --task=TASK --model=MODEL --method=METHOD --ratio=RATIO ..."""
@@ -100,7 +101,7 @@ def _check_task(models: list[Any], tasks: list[Any], include_path: Path | None) 
     models, tasks = ([str(value) for value in values if value is not None] for values in (models, tasks))
     if models and tasks:
         check_tasks(tasks, include_path)
-        stay_offline(models, tasks)
+        set_offline(*(parse([",".join(tasks), model, "full", "1"]) for model in models))
 
 
 def _include_path(parameters: dict[str, Any]) -> Path | None:
@@ -122,7 +123,7 @@ def main(argv: list[str]) -> None:
     commands = {"run": run, "trial": trial}
     if not argv or argv[0] not in commands:
         raise UsageError(f"{argv[0] if argv else 'nothing'!r} is neither run nor trial; both are in docs/sweeps.md")
-    check_environment()
+    check_environment(VARIABLES)
     commands[argv[0]](argv[1:])
 
 

@@ -22,7 +22,6 @@ from .trial import (
     FLAGS,
     Evaluator,
     cell_folder,
-    method_options,
     option_owners,
     read_results,
     wandb_run,
@@ -103,6 +102,8 @@ def model_parameters() -> set[str]:
 def check_trials(config: SweepConfig, output: Path) -> None:
     """Raise UsageError or KVCompressError for a parameter that no part of the sweep has, or an impossible trial. All
     trials of a grid are checked, otherwise one per method."""
+    from ..model.input_methods import method_options
+
     owners = option_owners()
     own = {
         option

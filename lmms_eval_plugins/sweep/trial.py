@@ -13,7 +13,7 @@ from kvcompress.flag_types import shown
 from ..cells import results
 from ..cells.cell_log import DEFAULT_PROJECT, log_results
 from ..cells.errors import EvaluationFailed, UsageError
-from ..cells.machine import number_of_processes, rank, set_offline
+from ..cells.machine import number_of_processes, rank
 from ..cells.names import GROUPS
 from ..cells.plan import Plan, check_folders
 from ..cells.processes import evaluation
@@ -34,7 +34,7 @@ FLAGS = ("limit", "gen_kwargs", "num_fewshot", "include_path", "data_root", "ove
 def trial_argv(parameters: dict[str, Any], output_path: Path) -> list[str]:
     """Return the evaluation command's arguments for a trial. Options of other methods are left out, as in a list of
     methods, and so is None. Raises UsageError or KVCompressError for a missing or unknown parameter."""
-    from ..model.input_methods import size_of
+    from ..model.input_methods import method_options, size_of
 
     given = {name: value for name, value in parameters.items() if value is not None and str(value) != "None"}
     for name in ("task", "model", "method"):
@@ -48,24 +48,17 @@ def trial_argv(parameters: dict[str, Any], output_path: Path) -> list[str]:
     if size_of(method):
         size = "1"  # any will do
         given.pop("budget", None)
-    foreign = option_owners().keys() - method_options(method, given.get("scorer"))
+    foreign = option_owners().keys() - method_options(method, given.get("scorer")).keys()
     flags = [f"--{name.replace('data_root', 'data-root')}={given.pop(name)}" for name in FLAGS if name in given]
     words = [f"{name}={value}" for name, value in given.items() if name not in foreign]
     return [task, model, method, size, *flags, f"--output_path={output_path}", *words]
-
-
-def method_options(method: str, scorer: str | None = None) -> set[str]:
-    """Return the names of a method's options. Raises KVCompressError for an unknown method."""
-    from ..model import input_methods
-
-    return set(input_methods.method_options(method, scorer))
 
 
 def option_owners() -> dict[str, list[str]]:
     """Return option -> the methods that have it."""
     from kvcompress import list_methods
 
-    from ..model.input_methods import INPUT_METHODS
+    from ..model.input_methods import INPUT_METHODS, method_options
 
     owners: dict[str, list[str]] = {}
     for method in (*list_methods(), *INPUT_METHODS):
@@ -85,11 +78,6 @@ def parse_trial(argv: list[str]) -> dict[str, Any]:
             raise UsageError(f"{match[1]}= is given twice")
         parameters[match[1]] = literal(match[2])
     return parameters
-
-
-def stay_offline(models: list[str], tasks: list[str]) -> None:
-    """Call `set_offline` for all models and tasks of a sweep."""
-    set_offline(*(parse([",".join(tasks), model, "full", "1"]) for model in models))
 
 
 def plan_of(argv: list[str]) -> Plan:

@@ -243,8 +243,8 @@ def test_the_share_of_a_repeated_list_counts_its_names_however_they_are_separate
     names = draw_names(3)
     assert (len({*names}), names) == (40, draw_names(3))
     assert numbered(names).startswith(f"1. {names[0]}\n2. ")
-    assert share_repeated(", ".join(names), names) == share_repeated(numbered(names), names) == 1
-    assert share_repeated(numbered(names[:10]), names) == 0.25
+    assert share_repeated(names, ", ".join(names)) == share_repeated(names, numbered(names)) == 1
+    assert share_repeated(names, numbered(names[:10])) == 0.25
 
 
 def test_a_method_that_needs_a_calibration_answers_where_there_is_one(task, answers, tmp_path):

@@ -35,6 +35,7 @@ H200 = SimpleNamespace(
     max_threads_per_block=1024,
     memory_clock_rate=3_201_000,  # kHz
     memory_bus_width=6144,  # bits
+    total_memory=150_000_000_000,
 )
 
 
@@ -52,9 +53,7 @@ class PretendedCuda:
             counts.kernels, counts.waits_at
     """
 
-    def __init__(self, memory: int = 150_000_000_000):
-        """`memory` is the bytes that the device reports."""
-        self.memory = memory
+    def __init__(self) -> None:
         self.counts = Counts()
         self.on_wait = "default"  # the mode of `torch.cuda.set_sync_debug_mode`
         self.live = self.peak = 0  # bytes
@@ -207,7 +206,6 @@ def _torch_cuda(gpu: PretendedCuda) -> dict[str, Any]:
         def __init__(self, *args: object) -> None:
             super().__init__()
 
-    properties = SimpleNamespace(**vars(H200), total_memory=gpu.memory)
     stream = Stream()
     constant = {
         "is_available": True,
@@ -217,7 +215,7 @@ def _torch_cuda(gpu: PretendedCuda) -> dict[str, Any]:
         "is_current_stream_capturing": False,
         "_is_in_bad_fork": False,
         "is_bf16_supported": True,
-        "get_device_properties": properties,
+        "get_device_properties": H200,
         "get_device_capability": (H200.major, H200.minor),
         "get_device_name": H200.name,
         "get_sync_debug_mode": 0,
@@ -238,7 +236,7 @@ def _torch_cuda(gpu: PretendedCuda) -> dict[str, Any]:
         "max_memory_allocated": lambda *args: gpu.peak,
         "max_memory_reserved": lambda *args: gpu.peak,
         "reset_peak_memory_stats": lambda *args: setattr(gpu, "peak", gpu.live),
-        "mem_get_info": lambda *args: (gpu.memory - gpu.live, gpu.memory),
+        "mem_get_info": lambda *args: (H200.total_memory - gpu.live, H200.total_memory),
         "stream": lambda *args: contextlib.nullcontext(),
         "device_of": lambda *args: contextlib.nullcontext(),
         "device": device,

@@ -16,11 +16,12 @@ from PIL import Image
 from tqdm import tqdm
 
 from kvcompress import KVCompressError
+from kvcompress.command_line import check_environment
 from kvcompress.files import check_output, replacing
 from kvcompress.pictures import read_image
 
-from ...cells.kept_tokens_file import shares, unpacked
-from ...cells.machine import check_environment, set_offline
+from ...cells.kept_tokens_file import shares, unpacked, without_images
+from ...cells.machine import VARIABLES, set_offline
 from ...cells.names import check_names
 from ...cells.plan import Plan
 from ...cells.results import Cell
@@ -42,7 +43,7 @@ LONGEST = 40  # characters of an answer beside its row
 
 def show(given: argparse.Namespace) -> None:
     """Write the picture. Raises UsageError, KVCompressError or EvaluationFailed for wrong arguments, image or model."""
-    check_environment()
+    check_environment(VARIABLES)
     if given.out.suffix not in (".html", ".png"):
         raise KVCompressError(f"--out {str(given.out)!r}: the name must end in .html or .png")
     for name in ("method", "ratio"):
@@ -107,14 +108,9 @@ def write_html(path: Path, question: str, answers: list[dict[str, Any]]) -> None
     images: dict[str, str] = {}
     entries = []
     for one in answers:
-        stored = []
-        for place, image in enumerate(one["entry"]["images"]):
-            rest = {key: value for key, value in image.items() if key != "jpeg"}
-            if "jpeg" in image:
-                rest["file"] = f"{place}.jpg"
-                images[rest["file"]] = data_url(base64.b64decode(image["jpeg"]))
-            stored.append(rest)
-        entries.append([{**one["entry"], "images": stored}])
+        entry, files = without_images(one["entry"])
+        images |= {name: data_url(content) for name, content in files.items()}
+        entries.append([entry])
     cells = [as_results(question, one) for one in answers]
     frame = sweep_frame(cells).sort_index()  # in the order of the command line
     frame = with_loyalty(frame.assign(questions=list(map(question_frame, cells))))

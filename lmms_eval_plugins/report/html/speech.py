@@ -11,7 +11,7 @@ import numpy as np
 from kvcompress import KVCompressError
 from kvcompress.errors import one_line
 from kvcompress.files import parse_json
-from kvcompress.speech.report import how_it_sounds
+from kvcompress.speech.report import by_start, how_it_sounds, numbers
 from kvcompress.speech.strategies import STRATEGIES
 
 from ...cells.errors import leave_out
@@ -52,21 +52,17 @@ def page_of(content: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def table_rows(content: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each start (warm, cold) and cache, with medians over prompts and repeats."""
-    starts = {
-        "warm": [row for taken in content["warm"] for row in taken["answers"]],
-        "cold": [{"strategy": taken["strategy"], **taken["answer"]} for taken in content["cold"]],
-    }
-    rows = []
-    for start, answers in starts.items():
+    rows, answers_of = [], by_start(content)
+    for start in ("warm", "cold"):
         for strategy, label in content["settings"]["labels"].items():
-            mine = [row for row in answers if row["strategy"] == strategy and "error" not in row]
+            mine = [row for row in answers_of[start] if row["strategy"] == strategy and "error" not in row]
             if mine:
                 rows.append({"start": start, "label": label, **{name: median(mine, name) for name in MEDIANS}})
     return rows
 
 
 def median(rows: list[dict[str, Any]], name: str) -> float | None:
-    found = [row[name] for row in rows if row[name] is not None]
+    found = numbers(rows, name)
     return statistics.median(found) if found else None
 
 
