@@ -76,7 +76,9 @@ def read(folder: Path) -> list[Table]:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise KVCompressError(f"{FILE} is no file of tables: {where} {first['msg']}".replace("  ", " ")) from None
+        raise KVCompressError(
+            f"{str(file)!r} is no file of tables: {where} {first['msg']}".replace("  ", " ")
+        ) from None
 
 
 def board_of(table: Table, submission: str) -> dict[str, Any]:
