@@ -20,6 +20,8 @@ def read_image(source: Any) -> Image.Image:
         source = io.BytesIO(base64.b64decode(source.partition(",")[2]))
     if isinstance(source, (str, Path, io.IOBase)):
         with Image.open(source) as image:
+            if image.format == "EPS":
+                raise KVCompressError("an EPS file is a program for Ghostscript: convert it to PNG")
             return read_image(ImageOps.exif_transpose(image))
     if not isinstance(source, Image.Image):
         raise KVCompressError(f"an image must be a PIL image or a file name, got {type(source).__name__}")

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
+from PIL import UnidentifiedImageError
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from transformers import BatchFeature, PreTrainedModel
 
@@ -16,16 +18,25 @@ from ..errors import shown
 from ..pictures import read_image
 
 GREEDY_BELOW = 1e-5  # as in vLLM: divided by less, logits overflow
+MOST_PIXELS = 2**27  # of a request's images together: a few kB can be a picture of any size
+SMALL = 2**18  # pixels that an image counts as at least: processors enlarge those of one pixel
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    """What a request may have. Of many mistakes few are looked at: for a million pydantic takes a minute."""
+
+    model_config = ConfigDict(strict=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        """Treat a field that is null as not given, even an unknown one."""
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+    def _only_our_fields(cls, data: Any) -> Any:
+        """Refuse other fields. One that is null is not given, also where it is none of ours."""
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        if (other := next((name for name in given if name not in cls.model_fields), None)) is not None:
+            raise PydanticCustomError("other_field", "{name} is not supported by this server", {"name": shown(other)})
+        return given
 
 
 class TextPart(_Strict):
@@ -56,12 +67,15 @@ def _several(stop: Any) -> Any:
 
 
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
-StopString = Annotated[str, StringConstraints(min_length=1)]
+StopStrings = Annotated[
+    list[Annotated[str, StringConstraints(min_length=1)]], Field(fail_fast=True), BeforeValidator(_several),
+    Field(max_length=16),
+]  # fmt: skip
 
 
 class Message(_Strict):
     role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_system)]
-    content: Annotated[list[Part], BeforeValidator(_parts), Field(min_length=1)]
+    content: Annotated[list[Part], Field(fail_fast=True), BeforeValidator(_parts), Field(min_length=1)]
 
 
 class StreamOptions(_Strict):
@@ -81,13 +95,13 @@ class Asked(_Strict):
     """
 
     model: str
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: Annotated[list[StopString], BeforeValidator(_several), Field(max_length=16)] | None = None
+    stop: StopStrings | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -101,7 +115,7 @@ class Asked(_Strict):
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     # Notes of the client:
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, body: bytes) -> "Asked":
@@ -111,8 +125,6 @@ class Asked(_Strict):
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"])
-            if first["type"] == "extra_forbidden":
-                raise HTTPException(400, f"{shown(place)} is not supported by this server") from None
             raise HTTPException(400, f"{place}: {first['msg']}" if place else first["msg"]) from None
 
     @property
@@ -158,10 +170,18 @@ class Prompts:
     def inputs(self, messages: list[Message]) -> Mapping[str, torch.Tensor]:
         """Return the model inputs, on the CPU. Raises HTTPException, status 400."""
         sees = self.tokenizer is not self.processor
-        conversation = []
+        conversation, pixels = [], 0
         for message in messages:
-            parts = [_read(part) for part in message.content]
-            if not sees and any(part["type"] == "image" for part in parts):
+            parts = []
+            for part in message.content:
+                parts.append(_read(part))
+                if image := parts[-1].get("image"):
+                    pixels += max(image.width * image.height, SMALL)
+                if pixels > MOST_PIXELS:
+                    raise HTTPException(
+                        400, f"the images have more than {MOST_PIXELS} pixels, each counted as at least {SMALL}"
+                    )
+            if not sees and pixels:
                 raise HTTPException(400, f"{self.model.config.model_type} is a model of text only: it sees no images")
             content = parts if sees else "\n".join(part["text"] for part in parts)
             conversation.append({"role": message.role, "content": content})
@@ -194,5 +214,7 @@ def _read(part: TextPart | ImagePart) -> dict[str, Any]:
         raise HTTPException(400, "an image_url must be a data: URL in base64; this server fetches nothing")
     try:
         return {"type": "image", "image": read_image(io.BytesIO(base64.b64decode(data, validate=True)))}
+    except UnidentifiedImageError:  # whose own message names an address in memory
+        raise HTTPException(400, "an image cannot be read: Pillow does not know its format") from None
     except Exception as error:  # each of Pillow's decoders raises what it likes
         raise HTTPException(400, f"an image cannot be read: {type(error).__name__}: {error}") from None

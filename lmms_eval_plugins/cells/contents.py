@@ -92,6 +92,10 @@ class Header(TypedDict):
     asked: Count
 
 
+class Picture(TypedDict):
+    file: NotRequired[Annotated[str, Strict(), Field(pattern=r"^[0-9a-f]{16}\.jpg$")]]  # in one folder, nowhere else
+
+
 class Entry(TypedDict):
     task: Text
     doc_id: Annotated[int, Strict()]
@@ -100,7 +104,7 @@ class Entry(TypedDict):
     vision: Packed
     text: Packed
     pieces: list[Text]
-    images: list[dict[Text, Any]]
+    images: list[Picture]
 
 
 def fault(content: Any, kind: type) -> str | None:

@@ -26,9 +26,12 @@ KINDS = ("vision", "text")  # of tokens
 
 
 def unpacked(packed: dict[str, Any]) -> np.ndarray:
-    """Unpack an entry's `vision` or `text` into a bool array (layers, heads, tokens)."""
+    """Unpack an entry's `vision` or `text` into a bool array (layers, heads, tokens). Raises ValueError if it is not of
+    the shape that it says."""
     bits = np.frombuffer(zlib.decompress(base64.b64decode(packed["bits"])), dtype=np.uint8)
     count = math.prod(packed["shape"])
+    if len(bits) != math.ceil(count / 8):  # numpy would make up the rest, however large
+        raise ValueError(f"{len(bits)} bytes are not {count} bits")
     return np.unpackbits(bits, count=count, bitorder="little").astype(bool).reshape(packed["shape"])
 
 
@@ -131,9 +134,12 @@ def _read(folder: Path) -> tuple[int, list[dict[str, Any]]]:
             if wrong := fault(line, Header if number == 1 else Entry):
                 raise ValueError(f"line {number}: {wrong}")
         asked, entries = lines[0]["asked"], lines[1:]
-        for entry in entries:
-            kept_mask(entry)
-            needs(entry)
+        for number, entry in enumerate(entries, 2):
+            kept, shape = shares(entry, "all"), (len(entries[0]["layers"]), entries[0]["kv_heads"])
+            if kept is None or kept.shape != shape:
+                raise ValueError(f"line {number}: it is not of {shape[0]} layers with {shape[1]} KV heads")
+            if (worth := needs(entry)) is not None:
+                needs_kept(entry, worth)
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, zlib.error) as error:
         raise DamagedFile(f"{SURVIVORS_FILE} is damaged: {one_line(error)}") from None
     return asked, entries

@@ -9,10 +9,14 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvcompress.errors import one_line
+from kvcompress.errors import KVCompressError, one_line
 from kvcompress.flag_types import shown
 
 from ..cells.errors import UsageError
+
+# What unpacking a damaged archive raises; of times or names that no file can have the last three.
+UNPACKING = (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError)
+UNPACKING += (ValueError, OverflowError, RecursionError)
 
 
 def submission(text: str) -> Path:
@@ -32,7 +36,7 @@ def name_of(path: Path) -> str:
 
 @contextlib.contextmanager
 def unpacked(path: Path) -> Iterator[Path]:
-    """Yield a submission's folder; an archive is unpacked into a temporary one."""
+    """Yield a submission's folder; an archive is unpacked into a temporary one, whose name no error shows."""
     if path.is_dir():
         yield path
         return
@@ -40,6 +44,9 @@ def unpacked(path: Path) -> Iterator[Path]:
         try:
             with tarfile.open(path) as archive:
                 archive.extractall(folder, filter="data")  # only plain files, none outside the folder
-        except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError) as error:
+        except UNPACKING as error:
             raise UsageError(f"{str(path)!r} cannot be unpacked: {one_line(error)}") from None
-        yield Path(folder)
+        try:
+            yield Path(folder)
+        except KVCompressError as error:
+            raise UsageError(str(error).replace(folder, str(path))) from None

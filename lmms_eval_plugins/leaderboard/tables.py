@@ -76,7 +76,7 @@ def read(folder: Path) -> list[Table]:
         return Tables.model_validate_json(file.read_bytes()).tables
     except ValidationError as error:
         where, message, _ = first_fault(error)
-        raise KVCompressError(f"{FILE} is no file of tables: {where} {message}".replace("  ", " ")) from None
+        raise KVCompressError(f"{str(file)!r} is no file of tables: {where} {message}".replace("  ", " ")) from None
 
 
 def board_of(table: Table, submission: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import io
 
 import numpy as np
 import pytest
-from PIL import ExifTags, Image
+from PIL import EpsImagePlugin, ExifTags, Image
 from transformers.image_transforms import convert_to_rgb
 
 from kvcompress import KVCompressError
@@ -53,3 +53,11 @@ def test_transparency_is_what_the_processor_would_make_of_it(mode):
 def test_what_is_no_picture_is_an_error_that_says_what_it_is():
     with pytest.raises(KVCompressError, match="got bytes"):
         read_image(b"png")
+
+
+def test_no_program_is_run_to_read_a_picture(monkeypatch):
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *given, **more: pytest.fail("Ghostscript runs"))
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "EPS")
+    with pytest.raises(KVCompressError, match="an EPS file is a program"):
+        read_image(file)

@@ -15,6 +15,7 @@ import openai
 import pytest
 import torch
 from PIL import Image
+from starlette.exceptions import HTTPException
 from transformers import AutoModelForImageTextToText
 
 import kvcompress
@@ -266,7 +267,7 @@ WRONG = {
     "this server fetches nothing": {
         "messages": [{"role": "user", "content": [{**PIXEL, "image_url": {"url": "http://127.0.0.1/x.png"}}]}]
     },
-    "an image cannot be read": {"messages": [{"role": "user", "content": [PIXEL]}]},
+    "an image cannot be read: Pillow does not know its format": {"messages": [{"role": "user", "content": [PIXEL]}]},
     "messages.0.content.0: Input tag 'audio'": {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
 }
 
@@ -279,6 +280,35 @@ def test_a_wrong_request_is_one_line_with_status_400(client, said):
     assert (response.status_code, error["code"], error["type"]) == (400, 400, "invalid_request_error")
     assert said in error["message"]
     assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"messages": [0] * 1000},
+        {"messages": [{"role": "user", "content": [0] * 1000}]},
+        {"stop": [0] * 1000},
+        {"metadata": dict.fromkeys(map(str, range(1000)), 0)},
+        dict.fromkeys(map(str, range(1000)), 0),
+    ],
+)
+def test_of_a_thousand_mistakes_few_are_looked_at(wrong):
+    with pytest.raises(HTTPException) as refused:
+        chat.Asked.of(json.dumps({**body(n=2), **wrong}).encode())
+    assert refused.value.status_code == 400
+    assert refused.value.__context__.error_count() <= 2
+
+
+@pytest.mark.parametrize(("small", "most"), [(0, 100), (100, 200)])
+def test_images_that_would_fill_the_memory_are_refused(client, monkeypatch, small, most):
+    monkeypatch.setattr(chat, "SMALL", small)
+    monkeypatch.setattr(chat, "MOST_PIXELS", most)
+    image = {"type": "image_url", "image_url": {"url": url_of(np.zeros((5, 10, 3), np.uint8))}}
+    for images, status in ((1, 200), (2, 200), (3, 400)):
+        content = [*[image] * images, {"type": "text", "text": "what is written"}]
+        response = client.post(CHAT, json=body([{"role": "user", "content": content}]))
+        assert response.status_code == status
+    assert response.json()["error"]["message"].startswith(f"the images have more than {most} pixels")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, EOFError, struct.error, OSError])

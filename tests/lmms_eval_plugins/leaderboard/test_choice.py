@@ -117,7 +117,7 @@ def test_a_damaged_file_of_tables_is_one_line(tmp_path, capsys, change, message)
     (tmp_path / FILE).write_text(json.dumps(content))
     assert main([str(tmp_path), "--out", str(tmp_path / "a.html")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: tables.json is no file of tables: ")
+    assert line.startswith(f"error: {str(tmp_path / FILE)!r} is no file of tables: ")
     assert message in line
 
 
