@@ -215,9 +215,10 @@ class LaterChunk(Prefill):
         choice, memory, tokens, log = self.choice, self.memory, self.tokens, self.memory.log
         queries, keys, values, rotary = states.queries, states.keys, states.values, states.rotary
         seen = self.first + tokens.columns
+        padding = None if tokens.padding is None else tokens.padding.to(keys.device)
         log.join(tokens, self.first)
         if choice.policy.decode is not None:
-            memory.remember(choice.latest(queries, states.rotary, tokens.padding))
+            memory.remember(choice.latest(queries, states.rotary, padding))
         least = [0] * len(log.lengths) if log.protected is None else log.protected.entries
         budgets = [
             max(choice.policy.budget(length), some) if length else 0
@@ -230,11 +231,11 @@ class LaterChunk(Prefill):
             return self.then
         indices = torch.arange(self.first, seen, device=keys.device).expand(keys.shape[:3])
         queries = choice.unrotated(queries, rotary)
-        if tokens.padding is not None:  # pads follow stored entries: NaN queries do not affect scores
-            pads = pad_columns(tokens.padding.to(keys.device), tokens.columns)
+        if padding is not None:  # pads follow stored entries: NaN queries do not affect scores
+            pads = pad_columns(padding, tokens.columns)
             indices, queries = indices.masked_fill(pads, -1), queries.masked_fill(pads.unsqueeze(-1), torch.nan)
-            rotary = rotary and rotary.without_pads(tokens.padding)
-        has_no_pads = memory.has_no_pads and tokens.padding is None
+            rotary = rotary and rotary.without_pads(padding)
+        has_no_pads = memory.has_no_pads and padding is None
         both = joined(memory.kept(), Kept(keys, values, indices))
         both = both if has_no_pads else right_aligned(both)
         # A cluster takes statistics of unrotated queries: of the whole chunk, as in a first chunk.
