@@ -88,8 +88,10 @@ def now(device: torch.device) -> float:
 
 
 def reset_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory` count from now on."""
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        for gpu in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(gpu)
     elif device.type == "mps":
         torch.mps.empty_cache()
     elif (mark := Path("/proc/self/clear_refs")).exists():
@@ -100,7 +102,7 @@ def reset_peak_memory(device: torch.device) -> None:
 def peak_memory(device: torch.device) -> int:
     """Return the peak memory in bytes; see `Measurement.peak_memory_bytes`."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return sum(torch.cuda.max_memory_allocated(gpu) for gpu in range(torch.cuda.device_count()))
     if device.type == "mps":  # has no peak counter; the driver's memory does not shrink before `reset_peak_memory`
         return torch.mps.driver_allocated_memory()
     status = Path("/proc/self/status")

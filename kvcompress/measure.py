@@ -28,8 +28,9 @@ class Measurement:
         kv_room_bytes: the part of those after the prompt that is reserved for new tokens; the rest holds keys, values
             and index.
         realised_ratios: fraction of each row's prompt entries that was kept, [compressed layer][row].
-        peak_memory_bytes: peak device memory allocated during the call on CUDA; elsewhere the peak resident memory of
-            the process, since the call if the kernel can reset the mark, otherwise since the process began.
+        peak_memory_bytes: peak device memory allocated during the call on CUDA, the sum of all GPUs' peaks; elsewhere
+            the peak resident memory of the process, since the call if the kernel can reset the mark, otherwise since
+            the process began.
     """
 
     ttft_s: float

@@ -171,7 +171,7 @@ class ScoringTimer:
     difference of two."""
 
     def __init__(self, cache: CompressedCache, device: torch.device, clock: str):
-        self._clock, self._on_cuda = CLOCKS[clock], device.type == "cuda"
+        self._clock, self._device = CLOCKS[clock], device
         self._spans: list[tuple[Any, Any]] = []
         self._layers = [layer.listen(lambda _, compress: self._time(compress)) for layer in cache.compressed_layers]
         self._cache, self._finish = cache, cache.finish
@@ -185,7 +185,7 @@ class ScoringTimer:
 
     def milliseconds(self) -> float:
         """Return the total of all spans; the device must be synchronised."""
-        if self._on_cuda:
+        if self._device.type == "cuda":
             return sum(start.elapsed_time(end) for start, end in self._spans)
         return sum(end - start for start, end in self._spans) * 1e3
 
@@ -195,10 +195,10 @@ class ScoringTimer:
         self._spans.append((start, self._now()))
 
     def _now(self) -> Any:
-        if not self._on_cuda:
+        if self._device.type != "cuda":
             return self._clock()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))  # by default that of the current device
         return event
 
 

@@ -194,9 +194,10 @@ class LaterChunk(Prefill):
         choice, memory, tokens, log = self.choice, self.memory, self.tokens, self.memory.log
         keys, values, rotary = states.keys, states.values, states.rotary
         seen = self.first + tokens.columns
+        padding = None if tokens.padding is None else tokens.padding.to(keys.device)
         log.join(tokens, self.first)
         if choice.policy.decode is not None:
-            memory.remember(choice.latest(states.queries, rotary, tokens.padding))
+            memory.remember(choice.latest(states.queries, rotary, padding))
         least = [0] * len(log.lengths) if log.protected is None else log.protected.entries
         budgets = [max(choice.policy.budget(length), some) for length, some in zip(log.lengths, least, strict=True)]
         is_unscored = choice.policy.decode is None and not choice.policy.carries_sums
@@ -206,11 +207,11 @@ class LaterChunk(Prefill):
             return self.then
         indices = torch.arange(self.first, seen, device=keys.device).expand(keys.shape[:3])
         queries = choice.unrotated(states.queries, rotary)
-        if tokens.padding is not None:  # pads follow stored entries: NaN queries do not affect scores
-            pads = pad_columns(tokens.padding.to(keys.device), tokens.columns)
+        if padding is not None:  # pads follow stored entries: NaN queries do not affect scores
+            pads = pad_columns(padding, tokens.columns)
             indices, queries = indices.masked_fill(pads, -1), queries.masked_fill(pads.unsqueeze(-1), torch.nan)
-            rotary = rotary and rotary.without_pads(tokens.padding)
-        has_no_pads = memory.has_no_pads and tokens.padding is None
+            rotary = rotary and rotary.without_pads(padding)
+        has_no_pads = memory.has_no_pads and padding is None
         both = joined(memory.kept(), Kept(keys, values, indices))
         both = both if has_no_pads else right_aligned(both)
         reduced = choice.reduce(

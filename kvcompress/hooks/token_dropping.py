@@ -139,12 +139,14 @@ class Pruning:
 
     def _prepare(self, layer: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
+        self._move_to(hidden.device)
         self.sight = self.look()
         with own_dtypes(hidden.device):
             self.prepared = self._asked(self.method.prepare, self._tokens(hidden=hidden, budgets=self.counts))
 
     def _listen(self, states: States, compress: Callable[[], None]) -> None:
         """Score the tokens while the layer before a choice attends."""
+        self._move_to(states.keys.device)
         attention = Attention(states.queries, states.keys, states.scaling)
         self.scores = self._asked(self.method.score, self._tokens(attention=attention, budgets=self.counts))
         compress()
@@ -152,6 +154,7 @@ class Pruning:
     def _entering(self, index: int):
         def enter(layer: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             hidden, rest = (args[0], args[1:]) if args else (kwargs["hidden_states"], ())
+            self._move_to(hidden.device)
             if index in self.stages:
                 hidden = self._choose(index, hidden)
                 self.mask = self._mask(kwargs.get("attention_mask"))
@@ -174,9 +177,17 @@ class Pruning:
 
     def _leave(self, layer: torch.nn.Module, args: tuple, output: Any) -> Any:
         """Write a layer's result back among all columns."""
-        hidden, self.hidden = self.hidden.clone(), None
-        hidden[self.rows, self.source] = output[0] if isinstance(output, tuple) else output
+        left = output[0] if isinstance(output, tuple) else output
+        self._move_to(left.device)
+        hidden, self.hidden = self.hidden.to(left.device, copy=True), None
+        hidden[self.rows, self.source] = left
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    def _move_to(self, device: torch.device) -> None:
+        """Move what is known of the columns to a layer's device: layers may be on several (device_map="auto")."""
+        for name in ("source", "vision", "padding", "rows", "prepared"):
+            if (known := getattr(self, name)) is not None:
+                setattr(self, name, known.to(device))
 
     def _remaining(self, states: torch.Tensor) -> torch.Tensor:
         """Return the remaining columns of states (..., batch or 1, columns, size)."""

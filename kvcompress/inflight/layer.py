@@ -213,7 +213,8 @@ class SlotLayer(DecodingLayer):
         if self._latest is not None:
             if self.policy.cluster.reads_hidden:
                 queries, self._features = self.choice.known_features(self._features), None
-            latest = self.choice.latest(queries, self._slots.rotary)
+            rotary = self._slots.rotary and self._slots.rotary.to(queries.device)  # it is on the first layer's
+            latest = self.choice.latest(queries, rotary)
             self._latest.index_copy_(2, self._slots.cursor.to(latest.device), latest.to(self._latest.dtype))
 
     def _hide(self, queries: torch.Tensor, scaling: float) -> None:

@@ -202,8 +202,8 @@ class Sizes:
             inputs = on_device(batch.inputs, device)
             tower, prompt = VisionTower(model, {}), SharedPrompt(model, room=0)
             with contextlib.nullcontext() if on_gpu else PeakOfTensors() as counted:
-                _, measured, _ = self._answering.generate(inputs, few, tower, prompt, room_for=kwargs["max_new_tokens"])
-            return (measured.peak_memory_bytes if on_gpu else counted.peak) - before
+                self._answering.generate(inputs, few, tower, prompt, room_for=kwargs["max_new_tokens"])
+            return (torch.cuda.max_memory_allocated(device) if on_gpu else counted.peak) - before
         except torch.OutOfMemoryError:
             pass
         # After the `except` block, whose traceback would keep the tensors that did not fit alive.

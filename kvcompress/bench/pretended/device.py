@@ -40,7 +40,7 @@ H200 = SimpleNamespace(
 
 
 class PretendedCuda:
-    """Context manager in which tensors may be on a pretended `cuda:0`.
+    """Context manager in which tensors may be on a pretended `cuda:0`, or on one of several `devices`.
 
     Computation runs on the CPU, operations between two devices raise as on CUDA, and kernels, bytes and waits are
     counted. Triton's kernels run in its interpreter, for which `TRITON_INTERPRET=1` must be set before Triton is
@@ -53,7 +53,9 @@ class PretendedCuda:
             counts.kernels, counts.waits_at
     """
 
-    def __init__(self) -> None:
+    def __init__(self, devices: int = 1):
+        """What is counted is counted over all `devices`."""
+        self.devices = devices
         self.counts = Counts()
         self.on_wait = "default"  # the mode of `torch.cuda.set_sync_debug_mode`
         self.live = self.peak = 0  # bytes
@@ -75,9 +77,9 @@ class PretendedCuda:
         elif self.on_wait == "error":
             raise RuntimeError(f"called a synchronizing CUDA operation: {why} at {place()}")
 
-    def held(self, inner: torch.Tensor) -> CudaTensor:
-        """Wrap a tensor as one on the device; its memory counts while it is referenced."""
-        tensor, storage = CudaTensor(inner), inner.untyped_storage()
+    def held(self, inner: torch.Tensor, device: torch.device = CUDA) -> CudaTensor:
+        """Wrap a tensor as one on a device; its memory counts while it is referenced."""
+        tensor, storage = CudaTensor(inner, device), inner.untyped_storage()
         if address := storage.data_ptr():
             if not self._owners[address]:
                 self._sizes[address] = storage.nbytes()
@@ -148,13 +150,13 @@ class Functions(TorchFunctionMode):
             if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
                 return on_cuda(func, *args, **kwargs)
         elif func is torch.Tensor.new_tensor and is_there:
-            return on_cuda(torch.tensor, args[1], dtype=kwargs.get("dtype") or first.dtype)
+            return on_cuda(torch.tensor, args[1], dtype=kwargs.get("dtype") or first.dtype, device=first.device)
         elif func is torch.Tensor.pin_memory:
             return first.clone()
         elif func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and is_there:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(each, list) for each in index):  # becomes a tensor on the device, by a copy that waits
-                index = tuple(torch.tensor(each).to(CUDA) if isinstance(each, list) else each for each in index)
+                index = tuple(torch.tensor(each).to(first.device) if isinstance(each, list) else each for each in index)
                 return func(first, index, *args[2:])
         elif is_there and (own := OWN.get(func)):
             return own(*args, **kwargs)
@@ -209,7 +211,7 @@ def _torch_cuda(gpu: PretendedCuda) -> dict[str, Any]:
     stream = Stream()
     constant = {
         "is_available": True,
-        "device_count": 1,
+        "device_count": gpu.devices,
         "current_device": 0,
         "is_initialized": True,
         "is_current_stream_capturing": False,
@@ -273,6 +275,8 @@ def _triton(gpu: PretendedCuda) -> list[Any]:
                 raise ValueError(f"Pointer argument cannot be accessed from Triton (cpu tensor?) at {place()}")
             sizes = {each.data_ptr(): touched(each.inner) for each in given}
             gpu.counts.launch(f"triton {kernel.fn.__name__}", 1, sum(sizes.values()))
+            if len({each.device for each in given}) > 1:
+                raise ValueError(f"Pointer arguments are on several devices at {place()}")
             args, kwargs = mapped(inner_of, (args, kwargs))
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 return interpreted(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Tensors that claim to be on `cuda:0` but hold their numbers in CPU memory."""
+"""Tensors that claim to be on a CUDA device but hold their numbers in CPU memory."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class Device(Protocol):
 
     def wait(self, why: str) -> None: ...
 
-    def held(self, inner: torch.Tensor) -> CudaTensor: ...
+    def held(self, inner: torch.Tensor, device: torch.device = CUDA) -> CudaTensor: ...
 
 
 current: list[Device] = []  # the innermost is last; one stays for tensors that outlive it
 
 
 class CudaTensor(torch.Tensor):
-    """A tensor on the pretended device; `inner` holds the numbers."""
+    """A tensor on a pretended device; `inner` holds the numbers."""
 
     inner: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> CudaTensor:
+    def __new__(cls, inner: torch.Tensor, device: torch.device = CUDA) -> CudaTensor:
         this = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
@@ -56,7 +56,7 @@ class CudaTensor(torch.Tensor):
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
             layout=inner.layout,
-            device=CUDA,
+            device=device,
             requires_grad=inner.requires_grad,
         )
         this.inner = inner.detach() if inner.requires_grad else inner
@@ -93,14 +93,14 @@ class CudaTensor(torch.Tensor):
         return f"CudaTensor({self.inner!r})"
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
-        twin = CudaTensor(self.inner.clone())
+        twin = CudaTensor(self.inner.clone(), self.device)
         if getattr(self, "_is_param", False):
             twin = torch.nn.Parameter(twin, self.requires_grad)
         memo[id(self)] = twin
         return twin
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        return CudaTensor, (self.inner,)
+        return CudaTensor, (self.inner, self.device)
 
 
 class Made(TorchDispatchMode):
@@ -145,7 +145,11 @@ def run(gpu: Device, func: Any, args: tuple, kwargs: dict) -> Any:
     """Count an operation and run it on the wrapped tensors. Raises RuntimeError where CUDA does."""
     given = [*tensors_in(args), *tensors_in(kwargs)]
     there = [tensor for tensor in given if isinstance(tensor, CudaTensor)]
-    to_cuda = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
+    wanted = None if kwargs.get("device") is None else torch.device(kwargs["device"])
+    to_cuda = wanted is not None and wanted.type == "cuda"
+    where = there[0].device if there else CUDA
+    if to_cuda:
+        where = CUDA if wanted.index is None else wanted
     if not there and not to_cuda:
         return func(*args, **kwargs)
     name = func._schema.name.split("::")[1]
@@ -170,7 +174,7 @@ def run(gpu: Device, func: Any, args: tuple, kwargs: dict) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if (before := known.get(id(leaf))) is None:
-            return gpu.held(leaf)
+            return gpu.held(leaf, where)
         if before.shape != leaf.shape or before.stride() != leaf.stride():
             with torch.utils._mode_utils.no_dispatch():
                 func(before, *args[1:], **kwargs)  # squeeze_ and similar operations
@@ -181,8 +185,10 @@ def run(gpu: Device, func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _check(name: str, func: Any, args: tuple, given: list[torch.Tensor], there: list[CudaTensor]) -> None:
     here = [tensor for tensor in given if not isinstance(tensor, CudaTensor)]
-    if there and here and name not in MAY_MIX and (any(tensor.ndim for tensor in here) or name in NEVER_MIX):
-        shapes = [(tuple(tensor.shape), tensor.device.type) for tensor in given]
+    are_apart = len({tensor.device for tensor in there}) > 1 and name not in COPIES
+    is_mixed = there and here and name not in MAY_MIX and (any(tensor.ndim for tensor in here) or name in NEVER_MIX)
+    if are_apart or is_mixed:
+        shapes = [(tuple(tensor.shape), str(tensor.device)) for tensor in given]
         raise RuntimeError(f"Expected all tensors to be on the same device, but found {shapes} in {func} at {place()}")
     if there and here and name in INDEXES:
         if not isinstance(args[0], CudaTensor):
@@ -249,7 +255,7 @@ def _count(gpu: Device, name: str, func: Any, args: tuple, kwargs: dict, result:
 def attention(gpu: Device, query, key, value, attn_mask=None, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Run `scaled_dot_product_attention`, counted as the kernel that PyTorch would choose."""
     parts = [query, key, value, *([] if attn_mask is None else [attn_mask])]
-    if not all(isinstance(part, CudaTensor) for part in parts):
+    if len({part.device for part in parts}) > 1:
         raise RuntimeError(f"Expected query, key, value and mask on the same device, at {place()}")
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
         raise RuntimeError(f"Expected attn_mask dtype to be bool or to match query dtype, at {place()}")
@@ -267,7 +273,7 @@ def attention(gpu: Device, query, key, value, attn_mask=None, *args: Any, **kwar
     with _disable_current_modes():
         inner = [None if part is None else part.inner for part in (query, key, value, attn_mask)]
         out = torch.nn.functional.scaled_dot_product_attention(*inner, *args, **kwargs)
-    return gpu.held(out.transpose(1, 2).contiguous().transpose(1, 2))  # the fused kernels' memory layout
+    return gpu.held(out.transpose(1, 2).contiguous().transpose(1, 2), query.device)  # the fused kernels' memory layout
 
 
 def numbers(leaf: object) -> object:
@@ -279,4 +285,4 @@ def on_cuda(make: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> tor
     if isinstance(args[0], CudaTensor):
         return args[0] if kwargs.get("dtype") is None else args[0].to(kwargs["dtype"])
     made = make(*mapped(numbers, args), **{**kwargs, "device": None})
-    return made if isinstance(made, CudaTensor) else made.to(CUDA)
+    return made if isinstance(made, CudaTensor) else made.to(kwargs.get("device") or CUDA)
