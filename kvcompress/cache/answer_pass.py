@@ -4,7 +4,7 @@ import torch
 
 from ..scoring.answer import Answer
 from ..scoring.rotary import Rotary
-from .passes import KeysAndValues, Pass, Waiting
+from .passes import EVERY, KeysAndValues, Pass, Waiting
 
 
 class AnswerPass(Pass):
@@ -46,7 +46,7 @@ class AnswerPass(Pass):
         self._keys[:, :, end - 1 : end], self._values[:, :, end - 1 : end] = keys, values
         return self._keys[:, :, :end], self._values[:, :, :end]
 
-    def mask(self, query_length: int) -> torch.Tensor:
+    def mask(self, query_length: int, rows: slice = EVERY) -> torch.Tensor:
         """Return the mask of the latest query. A pad sees itself, so that its softmax is defined."""
         answer = ~self.pads[:, None]
         answer[..., -1] = True
