@@ -3,7 +3,7 @@
 import torch
 
 from ..scoring.answer import Answer
-from .phases import KeysAndValues, Phase, Waiting
+from .phases import EVERY, KeysAndValues, Phase, Waiting
 from .scope import States
 
 
@@ -46,7 +46,7 @@ class Answering(Phase):
         self._keys[:, :, end - 1 : end], self._values[:, :, end - 1 : end] = keys, values
         return self._keys[:, :, :end], self._values[:, :, :end]
 
-    def mask(self, query_length: int) -> torch.Tensor:
+    def mask(self, query_length: int, rows: slice = EVERY) -> torch.Tensor:
         """Return the mask of the latest query. A pad sees itself, so that its softmax is defined."""
         answer = ~self.pads[:, None]
         answer[..., -1] = True

@@ -9,7 +9,7 @@ from ..clusters.base import KVCluster
 from ..device import on_device
 from ..errors import KVCompressError
 from ..policy.policy import Policy
-from ..scoring.budget import allocate
+from ..scoring.budget import allocated
 from ..scoring.layer_view import Kept, LayerView, Settings, StoredEntries
 from ..scoring.returned import check_kept, check_measured, checked_rows, unchanged
 from ..scoring.rotary import Rotary
@@ -393,6 +393,6 @@ class Choice:
             rule = self.policy.layer_budget
             return view.budgets if rule.is_measured else rule.budgets(view)[self.place]
         return [
-            allocate([layer[row] for layer in shares], budget * self.num_layers, length)[self.place]
+            allocated(tuple(layer[row] for layer in shares), budget * self.num_layers, length)[self.place]
             for row, (budget, length) in enumerate(zip(view.budgets, view.lengths, strict=True))
         ]

@@ -17,7 +17,7 @@ from .choice import Choice
 from .hiding import Hiding
 from .memory import Memory
 from .new_tokens import NewTokens
-from .phases import Decoding, LaterChunk, Phase, Prefill, Rereading, Waiting
+from .phases import EVERY, Decoding, LaterChunk, Phase, Prefill, Rereading, Waiting
 from .resumed import Beginning, ResumedPrefill
 from .scope import States
 from .storage.base import Storage
@@ -291,9 +291,9 @@ class CompressedLayer(CacheLayerMixin):
         """Whether this is a decode step that is the same graph each time."""
         return self._phase is self._decoding and self.storage.has_fixed_shapes
 
-    def mask(self, query_length: int) -> torch.Tensor | None:
+    def mask(self, query_length: int, rows: slice = EVERY) -> torch.Tensor | None:
         """See `Phase.mask`."""
-        return self._phase.mask(query_length)
+        return self._phase.mask(query_length, rows)
 
     @torch.no_grad()
     def after_attention(self, queries: torch.Tensor, scaling: float, module: torch.nn.Module) -> None:

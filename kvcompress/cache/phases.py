@@ -26,6 +26,7 @@ from .new_tokens import NewTokens
 from .scope import Candidates, States, joined, right_aligned
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+EVERY = slice(None)
 
 
 class Phase:
@@ -51,9 +52,9 @@ class Phase:
         """Take new states (batch, kv_heads, new, head_dim); return the keys and values to attend to."""
         raise self.never_compressed()
 
-    def mask(self, query_length: int) -> torch.Tensor | None:
-        """Return which stored and new entries `query_length` new queries see: bool (batch, 1 or kv_heads, query_length,
-        keys), True = attend; None if every query sees every key."""
+    def mask(self, query_length: int, rows: slice = EVERY) -> torch.Tensor | None:
+        """Return which stored and new entries those `rows` of `query_length` new queries see: bool (batch, 1 or
+        kv_heads, rows, keys), True = attend; None if every query sees every key."""
         raise self.never_compressed()
 
     def after_attention(self, states: States) -> "Phase":
@@ -89,7 +90,7 @@ class Decoding(Phase):
             storage.append(keys, values)
         return (keys, values) if storage.decodes_in_place and self.hidden is None else storage.read()
 
-    def mask(self, query_length: int) -> torch.Tensor | None:
+    def mask(self, query_length: int, rows: slice = EVERY) -> torch.Tensor | None:
         visible = self.memory.storage.visible()
         if (hidden := self.hidden) is not None:
             shown = ~hidden[:, None].to(self.memory.log.kept.device)
@@ -143,14 +144,14 @@ class Prefill(Phase):
         old, keys = self.memory.storage.read(), self.choice.policy.cluster.as_stored(keys)
         return torch.cat([old[0], keys], dim=2), torch.cat([old[1], values], dim=2)
 
-    def mask(self, query_length: int) -> torch.Tensor:
+    def mask(self, query_length: int, rows: slice = EVERY) -> torch.Tensor:
         device, batch = self.staged[0].device, len(self.tokens.lengths)
         visible = self.memory.storage.visible()
         if visible is None:
             visible = torch.ones(batch, 1, self.memory.stored, dtype=torch.bool, device=device)
-        new = causal(query_length, query_length, self.tokens.pads(query_length, device), device)
+        new = causal(query_length, query_length, self.tokens.pads(query_length, device), device, rows)
         new = new[:, None].expand(batch, visible.shape[1], -1, -1)
-        return torch.cat([visible[:, :, None].expand(-1, -1, query_length, -1), new], dim=-1)
+        return torch.cat([visible[:, :, None].expand(-1, -1, new.shape[2], -1), new], dim=-1)
 
     def after_attention(self, states: States) -> Phase:
         self.staged = None
@@ -302,14 +303,14 @@ class Rereading(Phase):
         candidates = self.waiting.candidates
         return torch.cat([candidates.keys, keys], 2), torch.cat([candidates.values, values], 2)
 
-    def mask(self, query_length: int) -> torch.Tensor:
+    def mask(self, query_length: int, rows: slice = EVERY) -> torch.Tensor:
         """Return a mask under which the tokens of the chunk see all candidates and, causally, themselves."""
         keys, padding = self.waiting.candidates.keys, self.waiting.candidates.view.padding
         old = torch.zeros(len(keys), keys.shape[2], dtype=torch.bool, device=keys.device)
         if padding is not None:
             old = pad_columns(padding, keys.shape[2])[:, 0]
-        new = causal(query_length, query_length, self._fed_pads(query_length), keys.device)
-        return torch.cat([~old[:, None].expand(-1, query_length, -1), new], dim=-1)[:, None]
+        new = causal(query_length, query_length, self._fed_pads(query_length), keys.device, rows)
+        return torch.cat([~old[:, None].expand(-1, new.shape[1], -1), new], dim=-1)[:, None]
 
     def after_attention(self, states: States) -> Phase:
         candidates, queries = self.waiting.candidates, states.queries
@@ -327,11 +328,14 @@ class Rereading(Phase):
         return torch.nn.functional.pad(pads, (fed - pads.shape[1], 0))
 
 
-def causal(queries: int, keys: int, pads: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """Return which of the `keys` latest tokens the last `queries` of them see: bool (1 or batch, queries, keys).
+def causal(
+    queries: int, keys: int, pads: torch.Tensor | None, device: torch.device, rows: slice = EVERY
+) -> torch.Tensor:
+    """Return which of the `keys` latest tokens the last `queries` of them see: bool (1 or batch, queries, keys), or
+    those `rows` of it.
 
     `pads` is bool (batch, keys). A pad query sees itself, so that its softmax is defined; its output is not used."""
-    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None]
-    if pads is None:
-        return visible
-    return visible & ~pads[:, None] | torch.eye(keys, dtype=torch.bool, device=device)[-queries:]
+    itself = torch.arange(keys - queries, keys, device=device)[rows, None]  # the column of each query
+    column = torch.arange(keys, device=device)
+    visible = (column <= itself)[None]
+    return visible if pads is None else visible & ~pads[:, None] | (column == itself)

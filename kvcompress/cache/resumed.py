@@ -7,7 +7,7 @@ import torch
 from .choice import Choice
 from .memory import Memory
 from .new_tokens import NewTokens
-from .phases import Decoding, KeysAndValues, Prefill, causal
+from .phases import EVERY, Decoding, KeysAndValues, Prefill, causal
 
 # Queries (batch, heads, columns, head_dim), keys and values (batch, kv_heads, columns, head_dim) of a prompt's first
 # columns; created when a layer is reached, so that memory holds one layer's. Queries are None before a prompt's last
@@ -40,9 +40,9 @@ class ResumedPrefill(Prefill):
         self._known_queries, known_keys, known_values = known
         return super().update(torch.cat([known_keys, keys], dim=2), torch.cat([known_values, values], dim=2))
 
-    def mask(self, query_length: int) -> torch.Tensor:
+    def mask(self, query_length: int, rows: slice = EVERY) -> torch.Tensor:
         columns, device = self.tokens.columns, self.staged[0].device
-        return causal(query_length, columns, self.tokens.pads(columns, device), device)[:, None]
+        return causal(query_length, columns, self.tokens.pads(columns, device), device, rows)[:, None]
 
     def all_queries(self, queries: torch.Tensor) -> torch.Tensor:
         known, self._known_queries = self._known_queries, None

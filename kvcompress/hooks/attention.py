@@ -22,11 +22,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..cache.layer import LayerKeys
+from ..cache.passes import EVERY
 from ..errors import KVCompressError
 from ..kernels.attention_sums import attention_with_sums
 from ..kernels.column_sums import Noted
 
 PREFIX = "kvcompress_"
+QUERIES = 1024  # under a mask at a time; with 128 to 1024 attention took as long as with all, and gave the same bits
 
 # By the id of a decoder's config, while a session is entered: whether this thread is in a forward pass that started
 # in the session.
@@ -158,7 +160,11 @@ def attend_to_kept(base: str, module: torch.nn.Module, query, key, value, layer,
         if can_decode_in_place(base, kwargs):
             return layer.storage.decode(query, kwargs["scaling"]).transpose(1, 2), None
         key, value = layer.storage.read()
-    mask = with_new_tokens(layer.mask(query.shape[2]), model_mask)  # (batch, 1 or kv_heads, queries, keys)
+    if base == "sdpa" and query.shape[2] > QUERIES and not getattr(module.config, "num_kv_shared_layers", 0):
+        return attend_in_blocks(base, attend, module, query, key, value, layer, model_mask, **kwargs)
+    mask = with_new_tokens(
+        layer.mask(query.shape[2]), model_mask, query.shape[2]
+    )  # (batch, 1 or kv_heads, queries, keys)
     if base == "sdpa" and layer.has_fixed_shapes and query.shape[2] == 1 and not kwargs.get("dropout"):
         result = one_query_per_head(query, key, value, mask, kwargs["scaling"]), None
     else:
@@ -168,12 +174,27 @@ def attend_to_kept(base: str, module: torch.nn.Module, query, key, value, layer,
     return result
 
 
-def with_new_tokens(mask: torch.Tensor | None, model_mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a layer's mask in which the tokens of a later prompt also see those that the model's mask shows them."""
-    if mask is None or mask.shape[2] == 1 or model_mask is None or model_mask.ndim != 4:
+def attend_in_blocks(
+    base: str, attend: Callable, module: torch.nn.Module, query, key, value, layer, model_mask, **kwargs
+):
+    """Do the same for many queries, `QUERIES` at a time: no mask is as large as all queries times all keys."""
+    queries, outputs = query.shape[2], []
+    for first in range(0, queries, QUERIES):
+        rows = slice(first, first + QUERIES)
+        mask = with_new_tokens(layer.mask(queries, rows), model_mask, queries, rows)
+        outputs.append(attend_under(base, attend, module, query[:, :, rows], key, value, mask, **kwargs)[0])
+    return torch.cat(outputs, dim=1), None
+
+
+def with_new_tokens(
+    mask: torch.Tensor | None, model_mask: torch.Tensor | None, new: int, rows: slice = EVERY
+) -> torch.Tensor | None:
+    """Return a layer's mask in which the tokens of a later prompt also see those that the model's mask shows them.
+
+    `mask` has the `rows` of `new` tokens, the model's those of all."""
+    if mask is None or new == 1 or model_mask is None or model_mask.ndim != 4:
         return mask
-    new = mask.shape[2]
-    shown = model_mask[..., -new:]
+    shown = model_mask[:, :, rows, -new:]
     shown = shown if shown.dtype == torch.bool else shown == 0
     return torch.cat([mask[..., :-new], mask[..., -new:] | shown], dim=-1)
 

@@ -1,11 +1,10 @@
 """PrefixKV: every layer keeps the same part of its scores. https://arxiv.org/abs/2412.03409"""
 
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
 
-from ..scoring.budget import allocate
+from ..scoring.budget import allocate, allocated
 from ..scoring.layer_view import LayerView
 from ..scoring.windows import pad_columns
 from .base import LayerBudget, register_layer_budget
@@ -74,10 +73,7 @@ class KnownPrefixLayerBudget(LayerBudget):
         place = budget / length * steps
         step = min(int(place), steps - 1)
         parts = torch.lerp(self.sizes[:, step], self.sizes[:, step + 1], place - step)
-        return _shared_out(tuple(parts.tolist()), budget * num_layers, length)
-
-
-_shared_out = lru_cache(maxsize=256)(allocate)  # each layer computes the sizes of all layers
+        return list(allocated(tuple(parts.tolist()), budget * num_layers, length))
 
 
 def _cumulated(scores: torch.Tensor) -> torch.Tensor:

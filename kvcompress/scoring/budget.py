@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from ..errors import KVCompressError
@@ -82,6 +83,12 @@ def allocate(weights: Sequence[float], total: int, most: int) -> list[int]:
         if over < 0 and parts[i] < most:
             parts[i], over = parts[i] + 1, over + 1
     return parts
+
+
+@lru_cache(maxsize=1024)
+def allocated(weights: tuple[float, ...], total: int, most: int) -> tuple[int, ...]:
+    """Return `allocate`, computed once for all layers: each asks for its own part, while decoding at every step."""
+    return tuple(allocate(weights, total, most))
 
 
 def pyramid(budget: int, length: int, num_layers: int, beta: float, least: int) -> list[int]:

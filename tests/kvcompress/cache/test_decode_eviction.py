@@ -12,6 +12,7 @@ from kvcompress.cache.memory import Memory
 from kvcompress.check.promises import History
 from kvcompress.check.reference import generate, only_attending_to
 from kvcompress.policy.make import make_policy
+from kvcompress.scoring.budget import allocated
 from kvcompress.scoring.layer_view import StoredEntries
 from tests import fuzz
 from tests.support.calibrations import calibration_of
@@ -291,3 +292,13 @@ def test_a_row_without_a_question_goes_on_as_alone_beside_one_that_has_one(cut):
     """A row no longer than `context_tokens` is nothing but context: alone it is a prompt like any other."""
     options = {"sinks": 0, "recent": 0.25, "scope": "context", "context_tokens": 14, "decode_ratio": 0.166}
     fuzz.check(fuzz.of_rows("llama", [49, 11, 29], "sagekv", seed=7585, decode_interval=1, **options, **cut))
+
+
+def test_a_steps_shares_of_the_layers_are_computed_once_for_all_layers():
+    model = FAMILIES["qwen2"].build(num_hidden_layers=4)
+    inputs = FAMILIES["qwen2"].inputs(model, lengths=[24, 30])
+    allocated.cache_clear()
+    with kvcompress.compress(model, "d2o", 0.5, decode_budget=8):
+        generate(model, inputs, 3)
+    steps, rows = 2, 2  # the prompt gives the first token
+    assert allocated.cache_info().misses == steps * rows

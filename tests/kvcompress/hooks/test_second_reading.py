@@ -2,15 +2,16 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvcompress
 from kvcompress.cache import phases
 from kvcompress.check.reference import generate
-from kvcompress.hooks import second_reading
+from kvcompress.hooks import attention, second_reading
 from kvcompress.hooks.second_reading import DecoderInputs
 from kvcompress.scoring.rereading import received
 from tests.support.families import FAMILIES, sliding_model
-from tests.support.kept import kept_of, kept_of_row
+from tests.support.kept import kept_lists, kept_of, kept_of_row
 from tests.support.token_methods import full_attention
 
 LENGTH = 40
@@ -172,3 +173,32 @@ def test_the_second_pass_leaves_sliding_windows_as_they_were():
         _, logits = generate(model, inputs, 4)
     assert [type(layer).__name__ for layer in session.cache.layers][1] == "CompressedLayer"
     torch.testing.assert_close(logits, expected, atol=0.2, rtol=0)  # near the full cache; a slid window is far off
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements of any tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **kwargs or {})
+        if isinstance(made, torch.Tensor):
+            self.elements = max(self.elements, made.untyped_storage().nbytes() // made.element_size())
+        return made
+
+
+def test_a_long_second_reading_is_masked_a_block_of_queries_at_a_time(monkeypatch):
+    family = FAMILIES["qwen2"]
+    model = family.build()
+    inputs = family.inputs(model, lengths=[500, 400])
+    kept, largest = [], []
+    for queries in (10_000, 50):
+        monkeypatch.setattr(attention, "QUERIES", queries)
+        with Largest() as seen, kvcompress.compress(model, "kvcompose", 0.3) as session, torch.no_grad():
+            model(**inputs, logits_to_keep=1)
+        kept.append(kept_lists(session.cache))
+        largest.append(seen.elements)
+    assert kept[0] == kept[1]
+    masks = 2 * 500 * 2 * 500  # of two rows: a query sees the prompt and what is read again
+    assert largest[0] >= masks * 0.9
+    assert largest[1] < masks * 0.6  # the model's own mask of the first reading
