@@ -161,10 +161,9 @@ def attend_to_kept(base: str, module: torch.nn.Module, query, key, value, layer,
             return layer.storage.decode(query, kwargs["scaling"]).transpose(1, 2), None
         key, value = layer.storage.read()
     if base == "sdpa" and query.shape[2] > QUERIES and not getattr(module.config, "num_kv_shared_layers", 0):
-        return attend_in_blocks(base, attend, module, query, key, value, layer, model_mask, **kwargs)
-    mask = with_new_tokens(
-        layer.mask(query.shape[2]), model_mask, query.shape[2]
-    )  # (batch, 1 or kv_heads, queries, keys)
+        return attend_in_blocks(base, module, query, key, value, layer, model_mask, **kwargs)
+    # (batch, 1 or kv_heads, queries, keys)
+    mask = with_new_tokens(layer.mask(query.shape[2]), model_mask, query.shape[2])
     if base == "sdpa" and layer.has_fixed_shapes and query.shape[2] == 1 and not kwargs.get("dropout"):
         result = one_query_per_head(query, key, value, mask, kwargs["scaling"]), None
     else:
@@ -174,15 +173,13 @@ def attend_to_kept(base: str, module: torch.nn.Module, query, key, value, layer,
     return result
 
 
-def attend_in_blocks(
-    base: str, attend: Callable, module: torch.nn.Module, query, key, value, layer, model_mask, **kwargs
-):
+def attend_in_blocks(base: str, module: torch.nn.Module, query, key, value, layer, model_mask, **kwargs):
     """Do the same for many queries, `QUERIES` at a time: no mask is as large as all queries times all keys."""
     queries, outputs = query.shape[2], []
     for first in range(0, queries, QUERIES):
         rows = slice(first, first + QUERIES)
         mask = with_new_tokens(layer.mask(queries, rows), model_mask, queries, rows)
-        outputs.append(attend_under(base, attend, module, query[:, :, rows], key, value, mask, **kwargs)[0])
+        outputs.append(attend_under(base, module, query[:, :, rows], key, value, mask, **kwargs)[0])
     return torch.cat(outputs, dim=1), None
 
 

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import torch
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
+from ..cache_name import cache_in
 from ..calibration.files import config_field
 from ..errors import KVCompressError
 from ..policy.conflicts import TENSOR_PARALLEL, check_conflicts
@@ -30,6 +31,18 @@ def check_whole_prompt(model: PreTrainedModel, options: Mapping[str, Any]) -> No
             "prefill_chunk_size= would compress each piece of a prompt as a prompt of its own: give compress(...) "
             "prefill_chunk= instead"
         )
+
+
+def check_use_cache(inputs: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    """Raise KVCompressError if a forward pass with these arguments uses no cache; `config` is the decoder's."""
+    use_cache, where = inputs.get("use_cache"), ""
+    if use_cache is None and cache_in(inputs) is None:
+        use_cache = config.use_cache
+        where = (
+            " in the model's config, as transformers' Trainer turns it off without TrainingArguments(use_cache=True)"
+        )
+    if use_cache is False:
+        raise KVCompressError(f"use_cache is off{where}: without a KV cache there is nothing to compress")
 
 
 def refuse_pages(*args: object, **kwargs: object) -> NoReturn:

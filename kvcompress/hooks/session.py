@@ -31,7 +31,7 @@ from .chunked_prefill import feed_in_chunks
 from .context_first import read_context_first
 from .hidden_states import watch_hidden_states
 from .last_token import check_outputs, last_token, record_last_position
-from .model import check_heads, check_whole_prompt, refuse_pages, text_decoder, unwrapped
+from .model import check_heads, check_use_cache, check_whole_prompt, refuse_pages, text_decoder, unwrapped
 from .model_identity import ModelReference
 from .positions import rope_deltas, set_rope_deltas
 from .prefix_cache import PrefixCache
@@ -184,7 +184,7 @@ class Session:
         names = inspect.signature(generate).parameters
         check_whole_prompt(self.model, dict(zip(names, args, strict=False)) | kwargs)
         self._continue_positions(cache_in(kwargs))  # `generate` counts positions before the first forward pass
-        return generate(*args, **kwargs)
+        return self._threads.generate(generate, *args, **kwargs)
 
     def _prepare_inputs(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Check the room of static shapes before each step of `generate`: a compiled step cannot."""
@@ -231,7 +231,7 @@ class Session:
             self._hook_prompt(cache, wanted_outputs(kwargs))
         kwargs = {name: value for name, value in kwargs.items() if name not in NAMES} | {self._cache_name: cache}
         if isinstance(cache, CompressedCache):
-            self.cache = cache
+            self.cache = self._threads.answers_cache(cache)
             if is_prompt:
                 cache.filled_by = self._reference
         return (), kwargs
@@ -378,9 +378,7 @@ class Session:
         cache = cache_in(kwargs)
         if isinstance(cache, SlotCache):
             return cache
-        use_cache = kwargs.get("use_cache")
-        if use_cache is False or (use_cache is None and cache is None and not self._config.use_cache):
-            raise KVCompressError("use_cache is off: without a KV cache there is nothing to compress")
+        check_use_cache(kwargs, self._config)
         if isinstance(cache, CompressedCache):
             check_given(cache, self.model)
             return cache

@@ -1,8 +1,12 @@
-"""Which threads are in a forward pass of one model."""
+"""Which threads are in a forward pass of one model, and with which cache in `generate`."""
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
+import torch
+
+from ..cache.cache import CompressedCache
 from ..errors import KVCompressError
 
 
@@ -12,6 +16,7 @@ class Threads:
     def __init__(self):
         self._inside: set[int] = set()
         self._alone: int | None = None  # the thread whose pass needs hooks of its own
+        self._answer = threading.local()  # its `caches`: none or the cache of the `generate` that the thread is in
 
     def has_this(self) -> bool:
         """Whether the current thread is in a forward pass."""
@@ -39,3 +44,22 @@ class Threads:
         if self._alone == thread:
             end_pass()
             self._alone = None
+
+    def generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `generate`, whose cache is the first that the thread passes to `answers_cache`."""
+        outer = getattr(self._answer, "caches", None)
+        self._answer.caches = []
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            self._answer.caches = outer
+
+    def answers_cache(self, cache: CompressedCache) -> CompressedCache:
+        """Return the cache of the `generate` that this thread is in; outside of one, the given one of a pass.
+
+        They differ where a logits processor calls the model, as that of `guidance_scale=` does."""
+        if torch.compiler.is_compiling() or (caches := getattr(self._answer, "caches", None)) is None:
+            return cache
+        if not caches:
+            caches.append(cache)
+        return caches[0]

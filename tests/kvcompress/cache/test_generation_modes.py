@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import kvcompress
+from kvcompress.cache_name import cache_in
+from kvcompress.measure import Measurement, generate
 from tests.support.calibrations import calibration_of
 from tests.support.examples import paired, some
 from tests.support.families import FAMILIES
@@ -59,6 +61,18 @@ def test_equal_beams_of_one_prompt_share_what_was_kept():
     assert prompt[0] == prompt[1] == prompt[2]
     assert prompt[3] == prompt[4] == prompt[5]
     assert prompt[0] != prompt[3]
+
+
+def test_a_sessions_cache_is_the_answers_and_not_its_guides():
+    def measured(**options) -> Measurement:
+        return generate(MODEL, session, INPUTS, max_new_tokens=NEW, do_sample=False, **options)[1]
+
+    with kvcompress.compress(MODEL, "snapkv", 0.4) as session:
+        alone, guided = measured(), measured(guidance_scale=1.5)  # the guide has no prompt
+        assert session.cache.seen_tokens == 40 + NEW - 1
+        assert guided.realised_ratios == alone.realised_ratios
+        assert (guided.kv_bytes_prompt, guided.kv_bytes_end) == (alone.kv_bytes_prompt, alone.kv_bytes_end)
+        assert cache_in(MODEL(**INPUTS)) is session.cache
 
 
 @pytest.mark.parametrize("assistant", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": MODEL}])

@@ -16,6 +16,8 @@ from transformers import (
     IdeficsConfig,
     IdeficsForVisionText2Text,
     PreTrainedModel,
+    Trainer,
+    TrainingArguments,
 )
 
 import kvcompress
@@ -197,6 +199,13 @@ def test_a_pass_that_makes_no_use_of_the_cache_is_an_error():
     model = copy.deepcopy(MODEL).requires_grad_(True).train()
     model.gradient_checkpointing_enable()
     with compress(model), pytest.raises(KVCompressError, match="made no use of its KV cache"):
+        model(**INPUTS)
+
+
+def test_a_trainer_that_turned_the_cache_off_is_named(tmp_path):
+    model = copy.deepcopy(MODEL)
+    Trainer(model, TrainingArguments(tmp_path, report_to=[], use_cpu=True))
+    with compress(model), pytest.raises(KVCompressError, match=r"TrainingArguments\(use_cache=True\)"):
         model(**INPUTS)
 
 
