@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..cache.layer import LayerKeys
-from ..cache.passes import EVERY
+from ..cache.phases import EVERY
 from ..errors import KVCompressError
 from ..kernels.attention_sums import attention_with_sums
 from ..kernels.column_sums import Noted
