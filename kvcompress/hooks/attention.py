@@ -160,11 +160,12 @@ def attend_to_kept(base: str, module: torch.nn.Module, query, key, value, layer,
         if can_decode_in_place(base, kwargs):
             return layer.storage.decode(query, kwargs["scaling"]).transpose(1, 2), None
         key, value = layer.storage.read()
-    if base == "sdpa" and query.shape[2] > QUERIES and not getattr(module.config, "num_kv_shared_layers", 0):
+    queries = query.shape[2]
+    # Layers without keys of their own attend under the whole mask later.
+    if base == "sdpa" and queries > QUERIES and not getattr(module.config, "num_kv_shared_layers", 0):
         return attend_in_blocks(base, module, query, key, value, layer, model_mask, **kwargs)
-    # (batch, 1 or kv_heads, queries, keys)
-    mask = with_new_tokens(layer.mask(query.shape[2]), model_mask, query.shape[2])
-    if base == "sdpa" and layer.has_fixed_shapes and query.shape[2] == 1 and not kwargs.get("dropout"):
+    mask = with_new_tokens(layer.mask(queries), model_mask, queries)  # (batch, 1 or kv_heads, queries, keys)
+    if base == "sdpa" and layer.has_fixed_shapes and queries == 1 and not kwargs.get("dropout"):
         result = one_query_per_head(query, key, value, mask, kwargs["scaling"]), None
     else:
         result = attend_under(base, module, query, key, value, mask, **kwargs)
@@ -174,7 +175,7 @@ def attend_to_kept(base: str, module: torch.nn.Module, query, key, value, layer,
 
 
 def attend_in_blocks(base: str, module: torch.nn.Module, query, key, value, layer, model_mask, **kwargs):
-    """Do the same for many queries, `QUERIES` at a time: no mask is as large as all queries times all keys."""
+    """Like `attend_to_kept`, `QUERIES` queries at a time: no mask is as large as all queries times all keys."""
     queries, outputs = query.shape[2], []
     for first in range(0, queries, QUERIES):
         rows = slice(first, first + QUERIES)

@@ -207,18 +207,17 @@ def _most_similar(kept: Kept, keys: torch.Tensor, view: LayerView) -> tuple[torc
 
     Returns its cosine, -inf if there is none, and its slot, both (batch, kv_heads, keys)."""
     directions, kept_directions = (F.normalize(x.float(), dim=-1) for x in (keys, kept.keys))
-    kinds = _kinds(kept, keys, view)
-    found = []
+    kinds, used, found = _kinds(kept, keys, view), kept.indices >= 0, []
+    place = torch.arange(kept.keys.shape[2], dtype=torch.int32, device=keys.device)
     for block in torch.arange(keys.shape[2], device=keys.device).split(BLOCK):
         alike = directions[:, :, block] @ kept_directions.transpose(2, 3)
-        same = torch.stack([columns[:, :, block, None] & slots[:, :, None] for columns, slots in kinds]).any(0)
-        usable = same & (kept.indices >= 0)[:, :, None]
-        alike = alike.masked_fill(~usable, -torch.inf)
-        similarity = alike.amax(-1)
+        usable = used[:, :, None]
+        if len(kinds) > 1:
+            usable = usable & torch.stack([own[:, :, block, None] & slots[:, :, None] for own, slots in kinds]).any(0)
+        similarity = alike.masked_fill_(~usable, -torch.inf).amax(-1)
         # Two kept copies of a token are equally similar: the later one wins, rounding must not decide.
         equal = alike >= similarity[..., None] - 1e-6
-        slot = torch.where(equal, torch.arange(alike.shape[3], device=keys.device), 0).amax(-1)  # NaN matches nothing
-        found.append((similarity, slot))
+        found.append((similarity, torch.where(equal, place, 0).amax(-1).long()))  # NaN matches nothing
     return tuple(torch.cat(blocks, -1) for blocks in zip(*found, strict=True))
 
 
