@@ -222,7 +222,7 @@ class Session:
             self._threads.enter((is_prompt and is_hooked) or policy.hooks_steps)
         self._end_pass()  # of an interrupted pass
         if is_prompt and policy.tokens is not None:
-            self._pass_hooks = prune(self._decoder, self._base, cache, self._tower, self._frames, ids)
+            self._pass_hooks = prune(self._decoder, self._base, cache, self._tower, self._frames, kwargs)
         if policy.watches_rotary and (is_prompt or policy.hooks_steps):
             self._pass_hooks += watch_rotary(self._decoder, cache.rotate)
         if policy.cluster.reads_hidden and (is_prompt or policy.hooks_steps):

@@ -37,7 +37,7 @@ def prune(
     cache: CompressedCache,
     tower: TowerRecorder | None,
     frames: FrameRecorder,
-    input_ids: torch.Tensor,
+    inputs: dict[str, Any],
 ) -> list[RemovableHandle]:
     """Make the forward pass announced to `cache` drop vision tokens by its token method.
 
@@ -45,7 +45,7 @@ def prune(
         decoder: the text model with the decoder layers.
         base: the model's attention implementation before compression.
         tower, frames: the recorders of the vision side, for a method that uses it.
-        input_ids: the prompt (batch, columns).
+        inputs: the model's, with `input_ids` (batch, columns).
 
     Returns:
         The handles that undo this.
@@ -61,12 +61,23 @@ def prune(
     pruning = Pruning(base, cache)
     if not pruning.is_needed:
         return []
+    check_labels(inputs.get("labels"), pruning.vision, method)
     watches = {"tower": [tower], "frames": [frames], "video": [tower, frames]}.get(cache.policy.tokens.sees, [])
     if None in watches:
         raise KVCompressError(f"method {method!r} works inside kvcompress.compress(...), not attach(...)")
     # Images are already encoded when the first decoder layer runs.
-    pruning.look = lambda: {name: seen for watch in watches for name, seen in watch.take(input_ids).items()}
+    pruning.look = lambda: {name: seen for watch in watches for name, seen in watch.take(inputs["input_ids"]).items()}
     return pruning.attach(layers)
+
+
+def check_labels(labels: torch.Tensor | None, vision: torch.Tensor, method: str) -> None:
+    """Raise KVCompressError if a label is to be predicted at a vision token: where it is dropped, its logits mean
+    nothing. Both are (batch, columns)."""
+    if labels is not None and (vision[:, :-1] & (labels[:, 1:] != -100).to(vision.device)).any():
+        raise KVCompressError(
+            f"labels= after a vision token do not go with method {method!r}, which may drop that token before it "
+            "predicts them: set them to -100"
+        )
 
 
 class Pruning:

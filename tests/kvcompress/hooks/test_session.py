@@ -653,6 +653,24 @@ def test_labels_are_refused_where_the_output_is_that_of_the_last_tokens_alone(op
         MODEL(**INPUTS)
 
 
+@pytest.mark.parametrize("method", ["fastv", "divprune"])
+def test_labels_that_dropped_tokens_would_predict_are_refused(method):
+    family = FAMILIES["llava-onevision"]
+    model = family.build()
+    inputs = family.inputs(model, [60], [1])
+    last = int((inputs["input_ids"] == model.config.image_token_id).nonzero()[-1, 1])
+    labels = inputs["input_ids"].masked_fill(torch.arange(60) < last + 2, -100)
+    labels_after = inputs["input_ids"].masked_fill(torch.arange(60) < last + 1, -100)
+    with torch.no_grad(), kvcompress.compress(model, method, 0.3) as session:
+        logits = model(**inputs).logits[0]
+        expected = torch.nn.functional.cross_entropy(logits[last + 1 : -1], labels[0, last + 2 :])
+        assert torch.allclose(model(**inputs, labels=labels).loss, expected)
+        with pytest.raises(KVCompressError, match="after a vision token"):
+            model(**inputs, labels=labels_after)
+        assert torch.equal(model(**inputs).logits[0], logits)
+        assert not session.cache.is_broken
+
+
 def test_a_text_after_an_image_has_its_own_positions():
     """Qwen2-VL stores the position offset of its latest image, also for a prompt without one."""
     family = FAMILIES["qwen2-vl"]
