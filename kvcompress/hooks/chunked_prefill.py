@@ -13,6 +13,7 @@ Chunks are counted from the end, where all rows of a padded batch are aligned. A
 as it would be alone, and only the first chunk may be shorter.
 """
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -53,6 +54,7 @@ def before_pass(decoder: PreTrainedModel, feed: Callable[[dict], dict]) -> Remov
 
     Passes that `feed` runs itself are unaffected."""
     is_nested = False
+    names = list(inspect.signature(decoder.forward).parameters)
 
     def hook(decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         nonlocal is_nested
@@ -60,7 +62,7 @@ def before_pass(decoder: PreTrainedModel, feed: Callable[[dict], dict]) -> Remov
             return None
         is_nested = True
         try:
-            return (), feed({"input_ids": args[0], **kwargs} if args else kwargs)
+            return (), feed(dict(zip(names, args, strict=False)) | kwargs)
         finally:
             is_nested = False
 

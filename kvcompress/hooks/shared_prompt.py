@@ -122,9 +122,9 @@ class SharedPrompt:
 
         Args:
             known: an earlier prefill to reuse.
-        room: the most bytes that a recorded prefill may have.
-        elsewhere_s: returns the seconds so far of work that does not count as the prefill's, such as a vision
-            tower's.
+            room: the most bytes that a recorded prefill may have.
+            elsewhere_s: returns the seconds so far of work that does not count as the prefill's, such as a vision
+                tower's.
         """
         self.model = unwrapped(model)
         self.known, self.room, self.elsewhere_s = known, room, elsewhere_s
