@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from random import Random
 
-from .retrieval import EVERYBODY, FILLERS, OPENING, PLACES
+from .retrieval import EVERYBODY, PLACES, scattered
 
 TURNS = 5
 NEEDLES = 8  # sentences in prose that each say the code of one place
@@ -42,13 +42,9 @@ def _draw(rng: Random, first: int) -> Conversation:
     numbers = rng.sample(range(100, 1000), NEEDLES + RECORDS)  # unique: an answer says which sentence was read
     beginnings = [NEEDLE.format(place) for place in rng.sample(PLACES, NEEDLES)] + [RECORD.format(key) for key in names]
     facts = [(beginning, f" {number}") for beginning, number in zip(beginnings, numbers, strict=True)]
-    fillers = rng.sample(FILLERS, len(FILLERS))
-    sentences = [f"{beginning}{answer}." for beginning, answer in facts] + fillers[OPENING:]
-    rng.shuffle(sentences)
+    context = scattered(rng, [f"{beginning}{answer}." for beginning, answer in facts])
     asked = {"needle": iter(rng.sample(facts[:NEEDLES], NEEDLES)), "record": iter(rng.sample(facts[NEEDLES:], RECORDS))}
     kinds = [list(asked)[(first + place) % 2] for place in range(TURNS)]
     of_turns = ((kind, *next(asked[kind])) for kind in kinds)
-    return Conversation(
-        " ".join(fillers[:OPENING] + sentences),
-        tuple(Turn(kind, QUESTION + beginning, answer) for kind, beginning, answer in of_turns),
-    )
+    turns = tuple(Turn(kind, QUESTION + beginning, answer) for kind, beginning, answer in of_turns)
+    return Conversation(context, turns)

@@ -86,12 +86,17 @@ def _draw(rng: Random) -> Example:
         (statement.format(place), _answer(STATEMENTS[statement], rng))
         for statement, place in zip(statements, rng.sample(PLACES, FACTS), strict=True)
     ]
-    fillers = rng.sample(FILLERS, len(FILLERS))
-    sentences = [f"{begin} {answer}." for begin, answer in facts] + fillers[OPENING:]
-    rng.shuffle(sentences)
+    context = scattered(rng, [f"{begin} {answer}." for begin, answer in facts])
     begin, answer = rng.choice(facts)
-    context = " ".join(fillers[:OPENING] + sentences)
     return Example(context, f"\n\nAccording to the text: {begin}", f" {answer}")
+
+
+def scattered(rng: Random, sentences: list[str]) -> str:
+    """Return a text of all fillers with these sentences scattered among them, after the opening."""
+    fillers = rng.sample(FILLERS, len(FILLERS))
+    sentences = sentences + fillers[OPENING:]
+    rng.shuffle(sentences)
+    return " ".join(fillers[:OPENING] + sentences)
 
 
 def _answer(kind: str, rng: Random) -> str:
