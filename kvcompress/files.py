@@ -1,6 +1,7 @@
 """Atomic file writes, also with several processes in one folder; checks that a folder is writable; JSON."""
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -111,6 +112,17 @@ def write_text(path: Path, text: str) -> None:
     """Write a file atomically."""
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")
+
+
+def write_torch(path: Path, content: Any) -> None:
+    """Write a file of `torch.save` atomically. It goes through memory: of a full disk torch itself says only that a
+    position is unexpected."""
+    import torch
+
+    made = io.BytesIO()
+    torch.save(content, made)
+    with replacing(path) as draft:
+        draft.write_bytes(made.getbuffer())
 
 
 def check_output(folder: Path, *names: str) -> None:

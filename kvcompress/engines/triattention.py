@@ -4,16 +4,13 @@ Both read the file that the authors' `scripts/calibrate.py` writes, `{"metadata"
 its mean norms under `layerLL_headHH`, and take the frequencies of RoPE from the model that they serve.
 """
 
-import io
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
 
 from ..calibration import files
 from ..clusters.triattention import TriAttentionKVCluster
 from ..errors import KVCompressError
-from ..files import replacing
+from ..files import write_torch
 from ..policy.policy import Policy
 from .settings import Settings, check_carried
 
@@ -72,10 +69,7 @@ def write(calibration: files.Calibration, out: Path) -> None:
     }
     if calibration.model.name:
         metadata["model_path"] = calibration.model.name
-    content = io.BytesIO()
-    torch.save({"metadata": metadata, "stats": stats}, content)
-    with replacing(out) as draft:
-        draft.write_bytes(content.getvalue())
+    write_torch(out, {"metadata": metadata, "stats": stats})
 
 
 def _tensorrt_llm(policy: Policy, cluster: TriAttentionKVCluster, out: Path) -> tuple[dict[str, object], list[str]]:

@@ -14,10 +14,10 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from ..errors import KVCompressError, one_line, shown
-from ..files import parse_json, replacing
+from ..files import parse_json, replacing, write_torch
 
 HUB = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+)?", re.ASCII)
 Weights = dict[str, torch.Tensor]
@@ -103,7 +103,7 @@ def save_kvzap(layers: list[Weights], folder: Path) -> None:
     with replacing(folder) as draft:
         draft.mkdir()
         (draft / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-        save_file(tensors, draft / "model.safetensors", {"format": "pt"})
+        (draft / "model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
 
 
 @read_once("")
@@ -134,8 +134,7 @@ def fastkvzip(checkpoint: str) -> Trained:
 
 def save_fastkvzip(layers: list[Weights], path: Path) -> None:
     """Write a file that `fastkvzip` loads, atomically; `layers` has each layer's weights by name."""
-    with replacing(path) as draft:
-        torch.save({"module": layers}, draft)
+    write_torch(path, {"module": layers})
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..calibration.text import read_text
 from ..errors import KVCompressError, one_line
-from ..files import parse_json, replacing, write_text
+from ..files import parse_json, write_text, write_torch
 from ..hooks.model import text_decoder, unwrapped
 
 SAVE_EVERY_S = 60.0  # seconds of gradient steps that a cut may lose
@@ -143,8 +143,7 @@ class Run:
                         )
                     bar.set_postfix(loss=f"{loss.item():.4g}")
                     state = {"step": step + 1, "weights": weights, "optimizer": descent.state_dict()}
-                    with replacing(file) as draft:
-                        torch.save(state, draft)
+                    write_torch(file, state)
                     saved = time.monotonic()
                 bar.update()
 

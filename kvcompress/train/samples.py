@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from jinja2 import TemplateError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..cache.cache import CompressedCache
@@ -75,7 +75,7 @@ def gather(run: Run, read: Callable[[list[int]], Samples], pieces: int, length: 
 
 def _save(samples: Samples, path: Path) -> None:
     with replacing(path) as draft:
-        save_file({"hidden": samples.hidden.contiguous(), "scores": samples.scores.contiguous()}, draft)
+        draft.write_bytes(save({"hidden": samples.hidden.contiguous(), "scores": samples.scores.contiguous()}))
 
 
 def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -9,8 +10,12 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvcompress import KVCompressError, files
+from kvcompress.command_line import exit_code
+from kvcompress.learned.checkpoints import save_fastkvzip, save_kvzap
+from kvcompress.train import samples
 
 
 def names(folder):
@@ -185,3 +190,35 @@ def test_a_disk_that_becomes_full_is_named_by_the_file_that_was_written(tmp_path
     with pytest.raises(OSError, match="No space left") as error:
         files.write_text(tmp_path / "a.txt", "new")
     assert error.value.filename == str(tmp_path / "a.txt")
+
+
+@pytest.fixture
+def small_disk():
+    """A disk that takes no file of more than 10 kB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+LARGE = torch.ones(100, 100)
+
+
+@pytest.mark.usefixtures("small_disk")
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: files.write_text(path, "a" * 20_000),
+        lambda path: files.write_torch(path, LARGE),
+        lambda path: save_fastkvzip([{"b": LARGE}], path),
+        lambda path: save_kvzap([{"weight": LARGE, "bias": torch.ones(100)}], path),
+        lambda path: samples._save(samples.Samples(LARGE[None], torch.ones(1, 1, 100)), path),
+    ],
+    ids=["text", "torch", "fastkvzip", "kvzap", "samples"],
+)
+def test_a_disk_that_becomes_full_is_one_line_that_names_the_file(tmp_path, capfd, write):
+    path = tmp_path / "a"
+    assert exit_code(lambda _: write(path), []) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == f"error: {path} cannot be written or read: File too large"
+    assert names(tmp_path) == []
