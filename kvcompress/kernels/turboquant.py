@@ -94,6 +94,7 @@ class _BitString:
 
 
 @cache
+@torch.inference_mode(False)  # a later call may have gradients
 def codec(dim: int, bits: int, device: torch.device) -> TurboQuant:
     """The one that all layers share: nothing is sent to the device again."""
     return TurboQuant(dim, bits, device)

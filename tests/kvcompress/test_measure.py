@@ -112,6 +112,16 @@ def test_a_peak_of_memory_is_forgotten_before_the_next_measurement():
         assert peak_memory(cpu) < before - (1 << 27)
 
 
+def test_the_peak_of_several_gpus_is_the_sum_of_theirs(monkeypatch):
+    peaks, first = {0: 500, 1: 700}, torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", peaks.__getitem__)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda gpu: peaks.update({gpu: 10}))
+    assert peak_memory(first) == 1200
+    reset_peak_memory(first)
+    assert peak_memory(first) == 20
+
+
 def test_answer_lengths_end_with_the_end_token():
     new = torch.tensor([[5, 2, 0, 0], [5, 6, 7, 8], [2, 2, 2, 2]])
     assert measure.answer_lengths(new, 2) == [2, 4, 1]

@@ -2,12 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from ...scoring.layer_view import Kept
 
 LEAST_ROOM = 32
+_Made = TypeVar("_Made")
 
 
 class Storage(ABC):
@@ -147,7 +149,8 @@ def with_appended(columns: torch.Tensor, new: int, seen: int) -> torch.Tensor:
     return torch.cat([columns, appended], dim=2)
 
 
-def lasting(make: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
-    """Return `make(*args)`, which can be written in place outside of a `torch.inference_mode` that it is created in."""
+def lasting(make: Callable[..., _Made], *args: object, **kwargs: object) -> _Made:
+    """Return `make(*args, **kwargs)`, tensors that can be written in place outside of a `torch.inference_mode` that
+    they are created in."""
     with torch.inference_mode(False), torch.no_grad():
-        return make(*args)
+        return make(*args, **kwargs)

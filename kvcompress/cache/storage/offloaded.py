@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ...device import on_device
-from .base import Storage, with_appended
+from .base import Storage, lasting, with_appended
 from .dense import DenseStorage
 
 TAIL = 64  # decoded tokens of a layer that are copied from the device together
@@ -49,7 +49,7 @@ class OffloadedStorage(Storage):
         if self.stream is not None and isinstance(inner, DenseStorage) and inner.keys.device.type == "cuda":
             for name in ("keys", "values", "indices", "pads"):
                 if (part := getattr(inner, name)) is not None:
-                    setattr(inner, name, part.to("cpu", non_blocking=True))  # into pinned memory
+                    setattr(inner, name, lasting(part.to, "cpu", non_blocking=True))  # into pinned memory
             self._left = torch.cuda.current_stream(device).record_event()
         else:
             self._pin()
@@ -65,7 +65,8 @@ class OffloadedStorage(Storage):
     def _pin(self) -> None:
         """Pin buffers that are copied as they are."""
         if self.stream is not None and isinstance(self.inner, DenseStorage) and not self.inner.keys.is_pinned():
-            self.inner.keys, self.inner.values = self.inner.keys.pin_memory(), self.inner.values.pin_memory()
+            for name in ("keys", "values"):
+                setattr(self.inner, name, lasting(getattr(self.inner, name).pin_memory))
 
     @property
     def _tail_length(self) -> int:
@@ -93,7 +94,7 @@ class OffloadedStorage(Storage):
             with torch.cuda.stream(self.stream):
                 if self._left is not None:
                     self.stream.wait_event(self._left)
-                self.fetched = self._start_copy()
+                self.fetched = lasting(self._start_copy)
 
     def _start_copy(self) -> tuple[torch.Tensor, ...]:
         """Start copying the inner storage's keys and values to the device, and return them."""

@@ -81,6 +81,30 @@ def test_scoring_is_timed_where_it_happens_and_only_in_the_prompt(monkeypatch):
     assert timer.milliseconds() == spans
 
 
+def test_on_cuda_scoring_is_timed_on_the_model_s_stream_whichever_device_is_current(monkeypatch):
+    recorded = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            recorded.append(stream)
+
+        def elapsed_time(self, end):
+            return 1.5
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    cache = MethodSpec("snapkv", 0.2).cache(MODEL.config, room=4)
+    timer = contenders.ScoringTimer(cache, torch.device("cuda", 1), "wall")
+    with kvcompress.attach(MODEL):
+        MODEL(standalone.prompt_ids(MODEL, 1, 32), past_key_values=cache)
+        timer.stop()
+    assert timer.milliseconds() == 1.5 * len(recorded) / 2
+    assert set(recorded) == {"stream of cuda:1"}
+
+
 def measured(prompt_ms: float, step_ms: float, scoring_ms: float | None = None, turns: int = 2) -> dict:
     """Turns on a machine that gets slower: it needs these times in the first turn, twice as long in the second."""
     fixed = {"kv_bytes": 4_000_000, "peak_bytes": None}

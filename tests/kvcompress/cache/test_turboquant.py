@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import kvcompress
 from kvcompress.cache.storage.ragged import RaggedStorage
 from kvcompress.check.reference import generate
-from kvcompress.kernels.turboquant import BITS, TurboQuant, codebook, rotation
+from kvcompress.kernels.turboquant import BITS, TurboQuant, codebook, codec, rotation
 from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES
@@ -47,6 +47,14 @@ def test_each_number_of_a_codebook_is_the_mean_of_what_is_nearest_to_it(bits):
     nearest = (sample[..., :8, None] - numbers).abs().argmin(-1)
     for number, value in enumerate(numbers.tolist()):
         assert sample[..., :8][nearest == number].mean().item() == pytest.approx(value, abs=2e-3)
+
+
+def test_a_rotation_that_inference_mode_was_the_first_to_need_serves_gradients_later():
+    with torch.inference_mode():
+        shared = codec(11, 4, CPU)  # a size that no other test has
+    queries = torch.randn(3, 11, requires_grad=True)
+    shared.rotate_back(shared.rotate(queries)).sum().backward()
+    torch.testing.assert_close(queries.grad, torch.ones(3, 11))
 
 
 @examples(40)
