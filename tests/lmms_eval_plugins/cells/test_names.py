@@ -26,18 +26,18 @@ from ..test_refusals import SLIPS
 pytestmark = pytest.mark.usefixtures("clean_process", "plots_not_drawn")
 
 CODE = """
-import json, sys, time
+import json, sys
 from lmms_eval_plugins import evaluate
 codes = [evaluate.main(argv) for argv in json.loads(sys.argv[1])]
 heavy = [name in sys.modules for name in ("torch", "lmms_eval", "kvcompress.clusters")]
-print(codes, *heavy, time.process_time() < 2)
+print(codes, *heavy)
 """
 
 
-def test_slips_are_answered_within_two_seconds_and_without_heavy_imports():
+def test_slips_are_answered_without_heavy_imports():
     argument = json.dumps([shlex.split(words)[1:] for words, _ in SLIPS])
     done = subprocess.run([sys.executable, "-c", CODE, argument], capture_output=True, text=True)
-    assert done.stdout.split() == f"{[2] * len(SLIPS)} False False False True".split(), done.stderr
+    assert done.stdout.split() == f"{[2] * len(SLIPS)} False False False".split(), done.stderr
     for line, (_, message) in zip(done.stderr.splitlines(), SLIPS, strict=True):
         assert message in line
 
