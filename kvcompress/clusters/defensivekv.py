@@ -43,8 +43,11 @@ class DefensiveKVCluster(WindowKVCluster):
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         columns, window = keys.shape[2], min(self.window_size, keys.shape[2])
         real = view.real_columns(keys)
-        older = real & (torch.arange(columns, device=keys.device) < columns - window)
-        weights = view.window_attention(queries, keys, window) * older[:, :, None, None]
+        in_window = torch.arange(columns, device=keys.device) >= columns - window
+        older = real & ~in_window
+        weights = view.window_attention(queries, keys, window)
+        asking = (weights.sum(-1) > 0).sum((1, 2, 3)).clamp(min=1)  # a pad's query, after a second prompt, sees no key
+        weights = weights * older[:, :, None, None]
 
         pooled = pool_scores(weights, self.kernel_size, self.pooling) * older[:, :, None, None]
         pooled *= (weights.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True)).nan_to_num(0.0)  # NaN: a pad's query
@@ -56,16 +59,17 @@ class DefensiveKVCluster(WindowKVCluster):
         scores = (risk * norms).masked_fill(~older, 0.0)
         # The window and the sure keys tie with the layer's best: over several layers they are not above all others.
         best = scores.amax((1, 2), keepdim=True)
-        sure = self.sure(weights, view) | (torch.arange(columns, device=keys.device) >= columns - window)
+        sure = self.sure(weights, window, asking, view) | in_window
         return torch.where(sure, best, scores)
 
-    def sure(self, weights: torch.Tensor, view: LayerView) -> torch.Tensor:
+    def sure(self, weights: torch.Tensor, window: int, asking: torch.Tensor, view: LayerView) -> torch.Tensor:
         """Return bool (batch, kv_heads, keys): the keys that together hold `mass` of the window's mean attention.
 
-        `weights` is (batch, kv_heads, groups, queries, keys), zero in the window. As in the authors' code, what the
-        keys just before the window hold, as many as it has, is first taken off `mass`."""
-        columns, window = weights.shape[4], weights.shape[3]
-        before = weights[..., max(columns - 2 * window, 0) : columns - window].sum(-1).mean((1, 2, 3))
+        `weights` is (batch, kv_heads, groups, queries, keys), zero in the window, and `asking` (batch,) counts its
+        queries in all heads. As in the authors' code, what the keys just before the window hold, as many as it has, is
+        first taken off `mass`."""
+        columns = weights.shape[4]
+        before = weights[..., max(columns - 2 * window, 0) : columns - window].sum(-1).sum((1, 2, 3)) / asking
         attention = weights.mean((2, 3))
         held = (attention / attention.sum(-1, keepdim=True)).sort(-1, descending=True).values.cumsum(-1)
         mass = (self.mass - before).clamp(max=ALL)

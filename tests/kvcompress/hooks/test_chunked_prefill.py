@@ -300,6 +300,13 @@ def test_norms_over_the_heads_leave_out_places_that_hold_nothing():
     fuzz.check({**rows, "more": [20, 1, 20]})
 
 
+def test_the_mean_over_a_window_leaves_out_the_pads_of_a_second_prompt():
+    options = {"window_size": 8, "pooling": "max", "ratio": 0.665, "ratio_of": "vision", "merge": "d2o-paper"}
+    decoding = {"decode_interval": 1, "decode_ratio": 0.27}
+    rows = fuzz.of_rows("qwen2-vl", [24, 37, 56], "defensivekv", seed=116, **options, **decoding)
+    fuzz.check({**rows, "more": [4, 1, 1]})
+
+
 def test_keys_that_hold_all_of_the_attention_are_told_up_to_rounding():
     options = {"window_size": 8, "kernel_size": 1, "pooling": "max", "mass": 1.0, "ratio": 0.563, "merge": "cam"}
     rows = fuzz.of_rows("qwen2", [49, 19], "defensivekv", seed=7312, prefill_chunk=1, **options)
