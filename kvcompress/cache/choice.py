@@ -15,13 +15,11 @@ from ..scoring.returned import check_kept, check_measured, checked_rows, unchang
 from ..scoring.rotary import Rotary
 from ..scoring.rows import scores_of
 from ..scoring.selection import ADAPTIVE
-from ..scoring.windows import pad_columns
+from ..scoring.windows import BLOCK, pad_columns
 from .memory import Memory, SequenceLog
 from .new_tokens import NewTokens
 from .protected import Protected
 from .scope import Candidates, States, context_of, evictable, fills_all_slots, with_budgets
-
-BLOCK = 128  # queries whose attention is in memory at a time
 
 
 @dataclass(frozen=True)

@@ -224,9 +224,8 @@ def attend_under(base: str, module: torch.nn.Module, query, key, value, mask, **
     query = query.reshape(batch * kv_heads, -1, *query.shape[2:])
     key, value = key.flatten(0, 1).unsqueeze(1), value.flatten(0, 1).unsqueeze(1)
     mask = base_mask_format(base, mask.flatten(0, 1).unsqueeze(1), query.dtype)
-    output, _ = run_base(
-        base, module, query, key, value, mask, **kwargs
-    )  # (batch * kv_heads, queries, groups, head_dim)
+    # (batch * kv_heads, queries, groups, head_dim)
+    output, _ = run_base(base, module, query, key, value, mask, **kwargs)
     return output.unflatten(0, (batch, kv_heads)).transpose(1, 2).flatten(2, 3), None
 
 

@@ -46,9 +46,8 @@ def make_policy(
         if name not in valid:
             raise unknown_name(f"method {info.name!r} has no option", name, valid, untyped(info.cls, name))
     if (preset := options.pop("preset", None)) is not None:
-        ratio, budget, options = _with_preset(
-            str(preset), info, valid, ratio, budget, options
-        )  # 192 is given as a number
+        preset = str(preset)  # a command line reads 192 as a number
+        ratio, budget, options = _with_preset(preset, info, valid, ratio, budget, options)
     scored_by = info if scorer is None else method_info(scorer)
     if scored_by is not info and issubclass(scored_by.cls, TokenMethod):
         raise KVCompressError(f"method {scored_by.name!r} cannot be a scorer: it drops tokens before they are cached")

@@ -63,6 +63,15 @@ def test_a_shared_pass_gives_the_logits_and_kept_sets_of_ones_own_bit_for_bit(fa
     assert shared.is_known == (not runs_itself)
 
 
+@pytest.mark.parametrize(("lengths", "is_shared"), [([20, 9], True), ([20, 20], False)], ids=["padded", "even"])
+def test_a_sum_of_attention_in_fp32_shares_a_pass_where_it_is_not_computed_in_it(lengths, is_shared):
+    model = QWEN2.build()
+    inputs = QWEN2.inputs(model, lengths)
+    ours, shared = shared_answer(model, inputs, "h2o", 0.3, pass_of(model, inputs))
+    assert_same(ours, answer(model, inputs, "h2o", 0.3))
+    assert shared.is_known == is_shared
+
+
 @pytest.mark.parametrize("method", some(METHODS, SOME_METHODS))
 def test_every_method_leaves_the_shared_pass_as_it_was(method):
     """In bf16, where no method computes the attention itself."""
