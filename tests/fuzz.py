@@ -113,6 +113,7 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     if config["more"] and method != "full" and rng.random() < 0.4:
         unfit = ("context_tokens", "fair", *EIGHT_BITS, *ALL_CHANNELS)
         options |= {"scope": "prompt", "ratio_of": "prompt", "prefill_chunk": rng.choice([1, 3, 8, 25])}
+        options["layer_budget"] = rng.choice(["uniform", "uniform", "pyramid"])  # measured ones need the whole prompt
         config["options"] = {name: value for name, value in options.items() if name not in unfit}
     return config
 
@@ -221,8 +222,9 @@ def check(config: dict[str, Any]) -> None:
 
     # Equal tokens have equal key norms (knorm, cur) and, in the first layer, values (infinipot-v, vnorm) and keys
     # before RoPE (leverage); two keys are equally like their mean (keydiff, compactor): in a batch rounding may decide
-    # otherwise.
-    if TIED & {config["method"], config["options"].get("scorer")} or not exact:
+    # otherwise. So may it among the two keys of a first chunk, whose standardised scores are 1 and -1 (triattention).
+    tied = TIED | ({"triattention"} if "prefill_chunk" in options else set())
+    if tied & {config["method"], config["options"].get("scorer")} or not exact:
         return
     for row, length in enumerate(inputs["attention_mask"].sum(1).tolist()):
         if len(config["lengths"]) == 1:

@@ -44,11 +44,11 @@ class WindowKVCluster(KVCluster):
 
         Args:
             weights: attention weights (batch, kv_heads, groups, queries, keys).
-            in_window: bool (batch, 1, 1, queries, 1), True for queries in their row's window; None if all are.
+            in_window: bool (batch, 1, 1, queries, 1), True for real queries in their row's window; None if all are.
         """
         if in_window is None:
             return weights.sum(3) / weights.shape[3]
-        return (weights * in_window).sum(3) / in_window.sum(3)
+        return (weights * in_window).sum(3) / in_window.sum(3).clamp(min=1)
 
     def pooled(self, votes: torch.Tensor) -> torch.Tensor:
         """Average `votes` over the query heads of a group and pool them: (batch, kv_heads, keys)."""
@@ -58,15 +58,16 @@ class WindowKVCluster(KVCluster):
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         windows = [min(window, keys.shape[2]) for window in self.windows(view)]
         weights = view.window_attention(queries, keys, max(windows))
+        real = view.real_queries(queries, max(windows))
         # The window gets no votes itself.
         if min(windows) == max(windows):
-            votes = self.votes(weights, None)
+            votes = self.votes(weights, real)
             votes[..., keys.shape[2] - windows[0] :] = 0
         else:
             sizes = on_device(windows, keys.device)[:, None]
-            in_window = torch.arange(weights.shape[3], 0, -1, device=keys.device) <= sizes
+            in_window = (torch.arange(weights.shape[3], 0, -1, device=keys.device) <= sizes)[:, None, None, :, None]
             before = torch.arange(keys.shape[2], 0, -1, device=keys.device) > sizes
-            votes = self.votes(weights, in_window[:, None, None, :, None]) * before[:, None, None]
+            votes = self.votes(weights, in_window if real is None else in_window & real) * before[:, None, None]
         return view.protect_recent(self.pooled(votes), windows)
 
 

@@ -202,6 +202,13 @@ class LayerView:
         """Yield a prompt's attention weights block by block; see `scoring.windows.attention_blocks`."""
         return attention_blocks(queries, keys, self.scaling, self.padding, first)
 
+    def real_queries(self, queries: torch.Tensor, window: int) -> torch.Tensor | None:
+        """Return bool (batch, 1, 1, window, 1), False at the pads of a second prompt among the last `window` queries;
+        None where there can be none."""
+        if not self.is_decoding or len(queries) == 1:
+            return None
+        return ~queries[:, None, :1, -window:, :1].isnan()
+
     def real_columns(self, keys: torch.Tensor) -> torch.Tensor:
         """Return bool (batch, 1 or kv_heads, columns), False at the pads of keys (batch, kv_heads, columns, ...)."""
         columns = keys.shape[2]

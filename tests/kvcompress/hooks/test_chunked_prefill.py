@@ -307,6 +307,15 @@ def test_the_mean_over_a_window_leaves_out_the_pads_of_a_second_prompt():
     fuzz.check({**rows, "more": [4, 1, 1]})
 
 
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("criticalkv", {"ratio": 0.793}), ("cake", {"ratio": 0.734, "gamma": 200.0, "layer_budget": "uniform"})],
+)
+def test_an_observation_windows_votes_leave_out_the_pads_of_a_second_prompt(method, options):
+    rows = fuzz.of_rows("qwen2", [35, 46], method, seed=4, window_size=8, prefill_chunk=8, **options)
+    fuzz.check({**rows, "more": [20, 1]})
+
+
 def test_keys_that_hold_all_of_the_attention_are_told_up_to_rounding():
     options = {"window_size": 8, "kernel_size": 1, "pooling": "max", "mass": 1.0, "ratio": 0.563, "merge": "cam"}
     rows = fuzz.of_rows("qwen2", [49, 19], "defensivekv", seed=7312, prefill_chunk=1, **options)
