@@ -106,16 +106,26 @@ class PagedCompressor:
     # -- for the pages
 
     def register(self, state: RequestState) -> PagedRequest:
-        prompt, policy = state.initial_tokens, self.policy
-        stored = policy.budget(len(prompt))
-        answer = None if state.max_new_tokens is None else state.max_new_tokens - 1  # the last token is not fed
+        prompt = state.initial_tokens
+        layers = [LayerState(Memory(self.policy, 0)) for _ in self.pages.layer_indices]
+        return PagedRequest(prompt, self._most(len(prompt), state.max_new_tokens), layers)
+
+    def _most(self, prompt: int, new: int | None) -> int:
+        """Return the most entries of a request after a prompt of so many tokens, in each layer and head."""
+        policy = self.policy
+        stored = policy.budget(prompt)
+        answer = None if new is None else new - 1  # the last token is not fed
         most = None if answer is None else stored + answer
         if policy.decode is not None:
-            length = len(prompt) + (answer or 0)
+            length = prompt + (answer or 0)
             evicts_at = max(stored, policy.decode(length)) + policy.decode_interval
             most = evicts_at if most is None else min(most, evicts_at)
-        layers = [LayerState(Memory(policy, 0)) for _ in self.pages.layer_indices]
-        return PagedRequest(prompt, most, layers)
+        return most
+
+    def check_room(self, prompt: int, new: int) -> None:
+        """Raise KVCompressError if all pages together cannot hold such a request."""
+        if not self.cache.could_hold(max(prompt, self._most(prompt, new)), prompt + new):
+            raise KVCompressError(f"a prompt of {prompt} tokens and {new} of its answer need more pages than there are")
 
     def resume(self, state: RequestState) -> int:
         prompt = state.initial_tokens

@@ -7,6 +7,7 @@ import copy
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from ..scoring.rotary import Rotary
 
 # The functions overridden or called here, with the parameters that they must have.
 CONTRACT = {
+    FullAttentionCacheAllocator._compute_blocks_needed: ("self", "allocated_blocks", "past_length", "query_length"),
     FullAttentionCacheAllocator.allocate_cache_to_request: ("self", "request_id", "past_length", "query_length"),
     FullAttentionCacheAllocator.fork_blocks: ("self", "source_request_id", "dest_request_id", "past_length"),
     FullAttentionCacheAllocator.free_blocks: ("self", "request_id", "no_cache"),
@@ -192,6 +194,13 @@ class CompressedPagedCache(PagedAttentionCache):
         answer = ENDLESS if state.max_new_tokens is None else state.max_new_tokens
         to_come = len(state.initial_tokens) + answer - state.current_len()
         return super().can_store_request_tokens(state, max(request_len, to_come), dry_run)
+
+    def could_hold(self, entries: int, tokens: int) -> bool:
+        """Return whether all pages together hold a request of so many entries in layers with full attention, and of so
+        many tokens in the others. transformers' thread would end at one that never fits."""
+        lengths = [(each, entries if each is self.pages else tokens) for each in self.cache_allocators.values()]
+        sectors = [ceil(each._compute_blocks_needed(0, 0, most) / each.blocks_per_sector) for each, most in lengths]
+        return sum(sectors) <= self.num_sectors
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]

@@ -140,6 +140,11 @@ class PagedSession:
         pages = None if self._compressor is None else self._compressor.pages
         return 0 if pages is None else pages.pages_in_use
 
+    def check_room(self, prompt: int, new: int) -> None:
+        """Raise KVCompressError if the latest manager's pages cannot hold a request of so many tokens of a prompt and
+        an answer, even alone. It must have begun."""
+        self._compressor.check_room(prompt, new)
+
     def __enter__(self) -> "PagedSession":
         self._base = self._config._attn_implementation
         if self._base.startswith(PREFIX) or "init_continuous_batching" in vars(self.model):

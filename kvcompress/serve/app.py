@@ -24,6 +24,7 @@ from ..errors import KVCompressError, one_line
 from ..inflight import Answer
 from .chat import Asked, Prompts
 from .metrics import Metrics, kept_entries
+from .paged_worker import PagedWorker
 from .text import AnswerText
 from .worker import Job, Worker
 
@@ -43,7 +44,7 @@ class Server:
 
     name: str
     about: Mapping[str, Any]
-    worker: Worker
+    worker: Worker | PagedWorker
     prompts: Prompts
     most: int
     api_key: str | None = None
@@ -104,7 +105,10 @@ class Server:
             job = await anyio.to_thread.run_sync(self._job, asked, reply, limiter=self._processing)
         finally:
             self._preparing -= 1
-        self.worker.submit(job)
+        try:
+            self.worker.submit(job)
+        except KVCompressError as error:
+            raise HTTPException(400, said(error)) from None
         watch = asyncio.create_task(self._cancel_if_gone(request, job))
         try:
             update = await self._next(reply, job)

@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ..inflight import Answer
+from .paged_worker import PagedWorker
 from .worker import Worker
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -11,7 +12,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 class Metrics:
     """Counters of one server."""
 
-    def __init__(self, worker: Worker):
+    def __init__(self, worker: Worker | PagedWorker):
         self._registry = CollectorRegistry()
         own = {"registry": self._registry}
         self.requests = Counter("kvcompress_requests", "Requests for completions, by HTTP status", ["status"], **own)
@@ -23,8 +24,8 @@ class Metrics:
         self.tpot = Histogram("kvcompress_tpot_seconds", "Per further token", buckets=SECONDS, **own)
         for name, told, read in (
             ("running", "Requests that are prefilled or decoded", lambda: worker.running),
-            ("waiting", "Requests that wait for a slot", lambda: worker.waiting),
-            ("kv_bytes", "Bytes of all slots", lambda: worker.kv_bytes),
+            ("waiting", "Requests that wait for a slot or pages", lambda: worker.waiting),
+            ("kv_bytes", "Bytes of all slots or pages", lambda: worker.kv_bytes),
         ):
             Gauge(f"kvcompress_{name}", told, **own).set_function(read)
 
