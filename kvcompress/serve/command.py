@@ -180,7 +180,8 @@ def in_pages(
     greedy = copy.deepcopy(model.generation_config)
     greedy.update(do_sample=False, max_new_tokens=flags.max_tokens)
     session = partial(compress, model, flags.method, flags.ratio, prefix_cache=prefixes, **options)
-    trial, answers = PagedWorker(session, greedy, pages, page_bytes), SimpleQueue()
+    new_worker = partial(PagedWorker, session, greedy, pages, page_bytes)
+    trial, answers = new_worker(), SimpleQueue()
     first = Job(hello, {"max_new_tokens": 2}, None, lambda tokens: False, answers.put)
     with loading(f"{flags.model} in pages"):
         trial.start()
@@ -190,4 +191,4 @@ def in_pages(
             raise KVCompressError(f"{flags.model} cannot be served in pages: {one_line(first.error)}")
     finally:
         trial.stop()
-    return PagedWorker(session, greedy, pages, page_bytes)
+    return new_worker()

@@ -76,14 +76,17 @@ def test_evictions_while_decoding_and_shared_prefixes_answer_as_alone(long):
             assert said == server.prompts.tokenizer.decode(expected, skip_special_tokens=True)
 
 
-def test_an_answer_ends_before_a_stop_string_and_frees_its_pages(long):
-    server = loaded("--pages-gb", "0.004")
+def test_an_answer_ends_before_a_stop_string_and_frees_its_pages(long, monkeypatch):
+    server, ended = loaded("--pages-gb", "0.004"), []
     with served(server) as client:
+        cancel = server.worker._manager.cancel_request
+        monkeypatch.setattr(server.worker._manager, "cancel_request", lambda name: (ended.append(name), cancel(name)))
         whole = client.post(CHAT, json=body(max_tokens=60)).json()["choices"][0]["message"]["content"]
         stop = whole[len(whole) // 4 :][:6]
         choice = client.post(CHAT, json=body(max_tokens=60, stop=stop)).json()["choices"][0]
         assert choice["message"]["content"] == whole[: whole.index(stop)]
         assert choice["finish_reason"] == "stop"
+        assert ended == ["2"]
         until(lambda: server.worker.kv_bytes == 0)
 
 
