@@ -70,8 +70,8 @@ class Phase:
 
 
 class Decoding(Phase):
-    """A token that is stored before it is attended to. One object serves a whole answer, so that compiled graphs stay
-    valid."""
+    """A token that is handed to the storage before it is attended to. One object serves a whole answer, so that
+    compiled graphs stay valid."""
 
     def __init__(self, choice: Choice, memory: Memory, hiding: Hiding | None):
         super().__init__(choice, memory)

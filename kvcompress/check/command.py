@@ -1,6 +1,6 @@
 """`kvcompress check`: check that your method works correctly in batches, in chunks and while decoding.
 
-kvcompress check my_method.py                 all methods of the file
+kvcompress check my_method.py                 all methods, layer budgets and merges of the file
 kvcompress check value-norm window_size=4     one method, with options
 """
 
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from .promises import Checked
 
 PROMPTS = 4  # on which a method is calibrated
+WITH = "snapkv"  # the method that a file's layer budgets and merges are checked with
 
 
 def parser() -> argparse.ArgumentParser:
     this = Parser("check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    this.add_argument("what", type=label, metavar="FILE|METHOD", help="a Python file with methods, or a method's name")
+    this.add_argument("what", type=label, metavar="FILE|METHOD", help="a Python file, or a method's name")
     this.add_argument("options", nargs="*", type=label, metavar="OPTION=VALUE", help="of the method or the engine")
     this.add_argument("--seed", type=whole(), default=0, help="seed of the prompts (0)")
     return this
@@ -50,17 +51,17 @@ def main(arguments: list[str]) -> int:
 
     broken = 0
     with tempfile.TemporaryDirectory(prefix="kvcompress-check-") as folder:
-        for checked in methods_of(file, given.what, options, given.seed, Path(folder)):
+        for title, checked in everything_in(file, given.what, options, given.seed, Path(folder)):
             for name, near in unread(method_info(checked.method).cls).items():
-                print(f"-       {checked.method}: its {name!r} is not read (did you mean {near!r}?)", flush=True)
+                print(f"-       {title}: its {name!r} is not read (did you mean {near!r}?)", flush=True)
             for promise, check in (TOKEN_PROMISES if checked.policy.tokens else PROMISES).items():
                 try:
                     reason = failure(check, checked)
                 except NotAsked as error:
-                    print(f"-       {checked.method}: {promise}: {error}", flush=True)
+                    print(f"-       {title}: {promise}: {error}", flush=True)
                     continue
                 broken += bool(reason)
-                print(f"{'FAILED' if reason else 'ok':7} {checked.method}: {promise}", flush=True)
+                print(f"{'FAILED' if reason else 'ok':7} {title}: {promise}", flush=True)
                 if reason:
                     print(f"        {reason}", flush=True)
     if file is not None and not broken and not options:
@@ -74,38 +75,53 @@ def main(arguments: list[str]) -> int:
     return int(broken > 0)
 
 
-def methods_of(file: Path | None, name: str, options: dict[str, str], seed: int, folder: Path) -> "list[Checked]":
-    """Return the methods to check, with calibrations in `folder` for those that need one.
+def everything_in(
+    file: Path | None, name: str, options: dict[str, str], seed: int, folder: Path
+) -> "list[tuple[str, Checked]]":
+    """Return what is to be checked, with titles, and with calibrations in `folder` for methods that need one.
 
     Raises KVCompressError for an unknown method, one that cannot be calibrated, or one that needs a checkpoint."""
+    from ..layer_budgets import list_layer_budgets
+    from ..methods import FILES, import_file, method_info
+    from ..scoring.merging import MERGES
+    from .promises import Checked
+
+    if file is None:
+        names, parts = [method_info(name).name], []
+    else:
+        os.environ.pop(FILES, None)  # its files may define methods with the same names
+        known = {"layer_budget": set(list_layer_budgets()), "merge": set(MERGES)}
+        registered = import_file(file, name)
+        now = {"layer_budget": list_layer_budgets(), "merge": MERGES}
+        parts = [{kind: part} for kind, before in known.items() for part in now[kind] if part not in before]
+        names = [each for each in registered if method_info(each).cls.is_checkable] or ([] if parts else registered)
+    found = [(method, checked_method(method, options, seed, folder)) for method in names]
+    for part in parts:
+        (title,) = (f"{WITH} {kind}={value}" for kind, value in part.items())
+        found.append((title, Checked(WITH, {**options, **part}, seed)))
+    return found
+
+
+def checked_method(method: str, options: dict[str, str], seed: int, folder: Path) -> "Checked":
+    """Return a method to check. Raises KVCompressError as `everything_in`."""
     from ..clusters.calibrated import CalibratedKVCluster
     from ..clusters.learned import LearnedKVCluster
-    from ..methods import FILES, import_file, method_info
+    from ..methods import method_info
     from ..tokens import TokenMethod
     from .promises import Checked
     from .token_promises import CheckedTokens
 
-    if file is not None:
-        os.environ.pop(FILES, None)  # its files may define methods with the same names
-        registered = import_file(file, name)
-        if not registered:
-            raise KVCompressError(f"{name} registers no method: a layer budget or a merge is checked as its option")
-        names = [each for each in registered if method_info(each).cls.is_checkable] or registered
-    else:
-        names = [method_info(name).name]
-    found = []
-    for method in names:
-        cls = method_info(method).cls
-        if method == "full":
-            raise KVCompressError("method 'full' keeps everything: there is nothing to check")
-        if issubclass(cls, LearnedKVCluster):
-            raise KVCompressError(f"method {method!r} needs a checkpoint, and check's models have none")
-        found.append((CheckedTokens if issubclass(cls, TokenMethod) else Checked)(method, options, seed))
-        if issubclass(cls, CalibratedKVCluster) and cls.needs_calibration:
-            if "calibration" in options:
-                raise KVCompressError("calibration= is not for check, which calibrates its own models")
-            if reason := failure(partial(calibrate_all, folder=folder), found[-1]):
-                raise KVCompressError(f"method {method!r} cannot be calibrated: {reason}")
+    cls = method_info(method).cls
+    if method == "full":
+        raise KVCompressError("method 'full' keeps everything: there is nothing to check")
+    if issubclass(cls, LearnedKVCluster):
+        raise KVCompressError(f"method {method!r} needs a checkpoint, and check's models have none")
+    found = (CheckedTokens if issubclass(cls, TokenMethod) else Checked)(method, options, seed)
+    if issubclass(cls, CalibratedKVCluster) and cls.needs_calibration:
+        if "calibration" in options:
+            raise KVCompressError("calibration= is not for check, which calibrates its own models")
+        if reason := failure(partial(calibrate_all, folder=folder), found):
+            raise KVCompressError(f"method {method!r} cannot be calibrated: {reason}")
     return found
 
 

@@ -235,11 +235,16 @@ def test_a_decorator_without_the_name_is_one_line(write, text):
         kvcompress.list_methods()
 
 
-@pytest.mark.parametrize("text", [RULE, MERGE], ids=["a layer budget", "a merge"])
-def test_a_file_without_a_method_cannot_be_checked(write, tmp_path, text):
+@pytest.mark.parametrize(("text", "part"), [(RULE, "layer_budget=first-half"), (MERGE, "merge=faint")])
+def test_a_files_layer_budgets_and_merges_are_checked_with_snapkv(write, tmp_path, monkeypatch, capsys, text, part):
+    name = "a method keeps some of what it is asked"
+    tried = []
+    monkeypatch.setattr("kvcompress.check.promises.PROMISES", {name: lambda checked: tried.append(checked.policy)})
     write(mine=text)
-    with pytest.raises(KVCompressError, match=r"mine\.py registers no method: a layer budget or a merge is checked as"):
-        check_main([str(tmp_path / "mine.py")])
+    assert check_main([str(tmp_path / "mine.py")]) == 0
+    (policy,) = tried
+    assert capsys.readouterr().out == f"ok      snapkv {part}: {name}\n"
+    assert policy.method == "snapkv"
 
 
 def test_the_variable_is_not_named_where_it_names_another_file():
