@@ -23,7 +23,7 @@ class _Answering:
     """A job whose answer has these tokens so far, the first and the last at these times."""
 
     job: Job
-    prompt: list[int]
+    tokens_in: int
     tokens: list[int] = field(default_factory=list)
     first_at: float = 0.0
     last_at: float = 0.0
@@ -38,9 +38,8 @@ class _Answering:
     def answer(self, index: int, kept: float) -> Answer:
         further = len(self.tokens) - 1
         tpot_s = (self.last_at - self.first_at) / further if further else None
-        return Answer(
-            index, torch.tensor(self.tokens), tpot_s=tpot_s, tokens_in=len(self.prompt), realised_ratios=[kept]
-        )
+        tokens = torch.tensor(self.tokens)
+        return Answer(index, tokens, tpot_s=tpot_s, tokens_in=self.tokens_in, realised_ratios=[kept])
 
 
 @dataclass
@@ -99,14 +98,14 @@ class PagedWorker:
         if not TEXT.issuperset(job.inputs):
             raise KVCompressError("pages (--pages-gb) hold text only: they take no images")
         prompt, new = job.inputs["input_ids"][0].tolist(), job.options["max_new_tokens"]
-        self._session.check_room(len(prompt), new)
         with self._lock:
-            is_over = self.is_closing or self.error is not None
-            if not is_over:
+            name = None
+            if not self.is_closing and self.error is None:
+                self._session.check_room(len(prompt), new)
                 self._count += 1
                 name = str(self._count)
-                self._under_way[name] = _Answering(job, prompt)
-        if is_over:
+                self._under_way[name] = _Answering(job, len(prompt))
+        if name is None:
             job.on_end(None)
         elif self._manager.add_request(prompt, name, max_new_tokens=new, streaming=True) is None:
             self._end(name, None)  # its thread has just ended
@@ -122,11 +121,11 @@ class PagedWorker:
 
     @property
     def waiting(self) -> int:
-        return len(self._under_way) - self.running
+        """The jobs without a first token."""
+        return sum(not answering.tokens for answering in list(self._under_way.values()))
 
     @property
     def running(self) -> int:
-        """The jobs that have a first token."""
         return sum(bool(answering.tokens) for answering in list(self._under_way.values()))
 
     @property
@@ -166,7 +165,7 @@ class PagedWorker:
         if wants_no_more and not output.is_finished():
             self._manager.cancel_request(name)
         if wants_no_more or output.is_finished():
-            kept = self._session.policy.budget(len(answering.prompt)) / len(answering.prompt)
+            kept = self._session.policy.budget(answering.tokens_in) / answering.tokens_in
             self._end(name, answering.answer(int(name), kept))
 
     def _end(self, name: str, answer: Answer | None) -> None:
