@@ -45,14 +45,13 @@ def main(arguments: list[str]) -> int:
     if size := {"ratio", "budget"} & options.keys():
         raise KVCompressError(f"{size.pop()}= is not for check, which uses its own ratio")
     file = Path(given.what).expanduser().absolute() if given.what.endswith(".py") else None
-    from ..methods import method_info
     from .promises import PROMISES, NotAsked
     from .token_promises import TOKEN_PROMISES
 
     broken = 0
     with tempfile.TemporaryDirectory(prefix="kvcompress-check-") as folder:
-        for title, checked in everything_in(file, given.what, options, given.seed, Path(folder)):
-            for name, near in unread(method_info(checked.method).cls).items():
+        for title, checked, cls in everything_in(file, given.what, options, given.seed, Path(folder)):
+            for name, near in unread(cls).items():
                 print(f"-       {title}: its {name!r} is not read (did you mean {near!r}?)", flush=True)
             for promise, check in (TOKEN_PROMISES if checked.policy.tokens else PROMISES).items():
                 try:
@@ -77,8 +76,9 @@ def main(arguments: list[str]) -> int:
 
 def everything_in(
     file: Path | None, name: str, options: dict[str, str], seed: int, folder: Path
-) -> "list[tuple[str, Checked]]":
-    """Return what is to be checked, with titles, and with calibrations in `folder` for methods that need one.
+) -> "list[tuple[str, Checked, type]]":
+    """Return what is to be checked, with its title and class, and with calibrations in `folder` for methods that need
+    one.
 
     Raises KVCompressError for an unknown method, one that cannot be calibrated, or one that needs a checkpoint."""
     from ..layer_budgets import list_layer_budgets
@@ -93,12 +93,14 @@ def everything_in(
         known = {"layer_budget": set(list_layer_budgets()), "merge": set(MERGES)}
         registered = import_file(file, name)
         now = {"layer_budget": list_layer_budgets(), "merge": MERGES}
-        parts = [{kind: part} for kind, before in known.items() for part in now[kind] if part not in before]
+        parts = [(kind, part) for kind, before in known.items() for part in now[kind] if part not in before]
         names = [each for each in registered if method_info(each).cls.is_checkable] or ([] if parts else registered)
-    found = [(method, checked_method(method, options, seed, folder)) for method in names]
-    for part in parts:
-        (title,) = (f"{WITH} {kind}={value}" for kind, value in part.items())
-        found.append((title, Checked(WITH, {**options, **part}, seed)))
+    found = [(method, checked_method(method, options, seed, folder), method_info(method).cls) for method in names]
+    of_methods = {option for method in names for option in method_info(method).options}
+    of_part = {option: value for option, value in options.items() if option not in of_methods}
+    for kind, part in parts:
+        cls = type(list_layer_budgets()[part]) if kind == "layer_budget" else object
+        found.append((f"{WITH} {kind}={part}", Checked(WITH, {**of_part, kind: part}, seed), cls))
     return found
 
 

@@ -13,10 +13,15 @@ from typing import Any, Protocol
 import torch
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type as group_layers_by_attn_type
-from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, FullAttentionCacheAllocator
+from transformers.generation.continuous_batching.cache_allocators import (
+    FULL_ATTENTION,
+    CacheAllocator,
+    FullAttentionCacheAllocator,
+)
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 from transformers.generation.continuous_batching.scheduler import Scheduler
+from transformers.generation.continuous_batching.utils import stream_context
 
 from ..cache.memory import Memory
 from ..cache.new_tokens import NewTokens
@@ -117,6 +122,11 @@ class Compressor(Protocol):
         """Plan the forward pass over `batch`, whose tokens already have their places in the pages."""
 
 
+def blocks_in_use(pages: CacheAllocator) -> int:
+    """Return the blocks that requests have, each of one page per layer. Any thread may ask."""
+    return sum(map(len, list(pages.block_table.values())))
+
+
 class CompressedPages(FullAttentionCacheAllocator):
     """The allocator of all full-attention layers.
 
@@ -175,7 +185,7 @@ class CompressedPages(FullAttentionCacheAllocator):
     @property
     def pages_in_use(self) -> int:
         """Pages per layer that requests have."""
-        return sum(len(table) for table in self.block_table.values())
+        return blocks_in_use(self)
 
 
 class CompressedPagedCache(PagedAttentionCache):
@@ -184,6 +194,7 @@ class CompressedPagedCache(PagedAttentionCache):
     compressor: Compressor
     pages: CompressedPages
     scheduler: Scheduler
+    stream: torch.cuda.Stream | None
 
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
         known = self.pages.requests.get(state.request_id)
@@ -194,6 +205,11 @@ class CompressedPagedCache(PagedAttentionCache):
         answer = ENDLESS if state.max_new_tokens is None else state.max_new_tokens
         to_come = len(state.initial_tokens) + answer - state.current_len()
         return super().can_store_request_tokens(state, max(request_len, to_come), dry_run)
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes of all requests' pages."""
+        return sum(blocks_in_use(each) * each.bytes_per_block for each in self.cache_allocators.values())
 
     def could_hold(self, entries: int, tokens: int) -> bool:
         """Return whether all pages together hold a request of so many entries in layers with full attention, and of so
@@ -214,7 +230,8 @@ class CompressedPagedCache(PagedAttentionCache):
     store = PagedAttentionCache.update
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        return self.compressor.resume(self.scheduler.waiting_requests[request_id])
+        with stream_context(self.stream):
+            return self.compressor.resume(self.scheduler.waiting_requests[request_id])
 
     def count_new_complete_blocks(self, state: RequestState, request_len: int) -> dict[str, int]:
         return {}  # no page is shared: its entries are copied
@@ -233,7 +250,8 @@ class CompressedIOs(ContinuousBatchingIOs):
         kwargs["max_kv_read"] = max(reads)
         pages.announce(requests_in_batch)
         super().prepare_batch_tensors(requests_in_batch, **kwargs)
-        self.cache.compressor.plan(requests_in_batch)
+        with stream_context(self.compute_stream):  # the forward pass reads there what is planned
+            self.cache.compressor.plan(requests_in_batch)
 
 
 def adopt(
@@ -243,6 +261,7 @@ def adopt(
     pages = cache.cache_allocators[FULL_ATTENTION]
     pages.__class__, cache.__class__, inputs.__class__ = CompressedPages, CompressedPagedCache, CompressedIOs
     pages.requests, cache.pages, cache.compressor, cache.scheduler = {}, pages, compressor, scheduler
+    cache.stream = inputs.compute_stream
     compressor.adopted = weakref.ref(cache)
     cache.use_prefix_sharing = compressor.shares_prefixes
     # The scheduler would count tokens as entries that are read, and hold requests back. The entries read are in the

@@ -140,6 +140,18 @@ class PagedSession:
         pages = None if self._compressor is None else self._compressor.pages
         return 0 if pages is None else pages.pages_in_use
 
+    @property
+    def requests(self) -> set[str]:
+        """The names of the requests that have pages now in the latest manager."""
+        pages = None if self._compressor is None else self._compressor.pages
+        return set() if pages is None else set(pages.block_table)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the pages that requests have now in the latest manager, in all layers."""
+        cache = None if self._compressor is None else self._compressor.cache
+        return 0 if cache is None else cache.bytes_in_use
+
     def check_room(self, prompt: int, new: int) -> None:
         """Raise KVCompressError if the latest manager's pages cannot hold a request of so many tokens of a prompt and
         an answer, even alone. It must have begun."""

@@ -59,8 +59,10 @@ class Server:
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
             self.worker.start()
-            yield
-            await asyncio.to_thread(self.worker.stop)
+            try:
+                yield
+            finally:
+                await asyncio.to_thread(self.worker.stop)
 
         routes = [
             Route("/v1/chat/completions", self.complete, methods=["POST"]),

@@ -31,6 +31,13 @@ OF_A_PROMPT = ("protect", "fair", "scope", "context_tokens")  # options that nam
 GRACE_S = 5  # seconds in which answers may end after the server is asked to end
 SLOTS = 16
 PAGE = 16  # tokens
+STEP = 1024  # tokens of a step in pages
+# What a model's generation config may set in pages, whatever it is. transformers' continuous batching heeds the rest
+# otherwise than `generate`, or not at all.
+FITS_PAGES = {
+    *("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "max_new_tokens", "transformers_version"),
+    *("do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p", "suppress_tokens", "_from_model_config"),
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     add("--pages-gb", type=positive, help="text alone, in transformers' continuous batching: gigabytes of its pages")
     add("--queue", type=whole(1), default=256, help="the most unanswered requests; further ones get status 429 (256)")
     add("--max-tokens", type=whole(1), default=1024, help="the most new tokens of an answer, and the default (1024)")
-    add("--prefill-tokens", type=whole(1), help="the most prompt tokens between two steps (default: a whole prompt)")
+    add("--prefill-tokens", type=whole(1), help=f"the most prompt tokens between two steps (a prompt; in pages {STEP})")
     add("--prefix-gb", type=positive, help="gigabytes for prompts' prefixes, shared by prompts that begin alike")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="of the model (auto)")
     add_flags(this, "--device")
@@ -76,7 +83,7 @@ def serve(flags: argparse.Namespace) -> None:
         check_storage(policy.engine.cache_implementation)
     else:
         check_conflicts(policy, PAGES)
-        for flag in ("slots", "kv_gb", "prefill_tokens"):
+        for flag in ("slots", "kv_gb"):
             if getattr(flags, flag) is not None:
                 name = flag.replace("_", "-")
                 raise KVCompressError(f"--pages-gb does not go with --{name}: transformers fills its pages as it can")
@@ -172,18 +179,23 @@ def in_pages(
     from .paged_worker import PagedWorker
     from .worker import Job
 
+    settings = model.generation_config
+    if other := settings.to_diff_dict().keys() - FITS_PAGES:
+        raise KVCompressError(f"answers in pages (--pages-gb) cannot heed the model's {min(other)}: leave the flag out")
     page_bytes = PAGE * entry_bytes(model)
     number = int(flags.pages_gb * 2**30 // page_bytes)
     if number == 0:
         raise KVCompressError(f"--pages-gb {flags.pages_gb:g} has no room for a page of {page_bytes} bytes")
-    pages = ContinuousBatchingConfig(page_size=PAGE, num_blocks=number, drop_unsupported_processors=False)
-    greedy = copy.deepcopy(model.generation_config)
+    step = flags.prefill_tokens or STEP
+    pages = ContinuousBatchingConfig(
+        page_size=PAGE, num_blocks=number, max_batch_tokens=step, auto_switch_to_flash=False
+    )
+    greedy = copy.deepcopy(settings)
     greedy.update(do_sample=False, max_new_tokens=flags.max_tokens)
     session = partial(compress, model, flags.method, flags.ratio, prefix_cache=prefixes, **options)
-    new_worker = partial(PagedWorker, session, greedy, pages, page_bytes)
-    trial, answers = new_worker(), SimpleQueue()
-    first = Job(hello, {"max_new_tokens": 2}, None, lambda tokens: False, answers.put)
-    with loading(f"{flags.model} in pages"):
+    trial, answers = PagedWorker(session, greedy, pages), SimpleQueue()
+    first = Job(hello, {"max_new_tokens": flags.max_tokens}, None, lambda tokens: len(tokens) > 1, answers.put)
+    with loading(flags.model):
         trial.start()
     try:
         trial.submit(first)
@@ -191,4 +203,4 @@ def in_pages(
             raise KVCompressError(f"{flags.model} cannot be served in pages: {one_line(first.error)}")
     finally:
         trial.stop()
-    return new_worker()
+    return PagedWorker(session, greedy, pages)

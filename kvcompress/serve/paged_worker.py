@@ -2,6 +2,7 @@
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +53,6 @@ class PagedWorker:
         session: creates the compression.
         greedy: how tokens are chosen, and the most of an answer.
         pages: their size and number.
-        page_bytes: bytes of a page in all layers.
         error: what ended the worker, None while it works.
         is_closing: whether it takes no more jobs.
     """
@@ -60,7 +60,6 @@ class PagedWorker:
     session: Callable[[], PagedSession]
     greedy: GenerationConfig
     pages: ContinuousBatchingConfig
-    page_bytes: int
     error: BaseException | None = None
     is_closing: bool = False
     _count: int = 0
@@ -72,8 +71,11 @@ class PagedWorker:
         self._manager = self._session.model.init_continuous_batching(self.greedy, self.pages)
         with torch.inference_mode():
             self._manager.start()
-        while self._manager.batch_processor is None and self._fatal is None:  # its thread makes the pages
+        while self._manager.batch_processor is None and self._manager.is_running():  # its thread makes the pages
             time.sleep(0.01)
+        if self._fatal is not None:
+            self._session.__exit__()
+            raise self._fatal
         self._thread = threading.Thread(target=self._work, name="kvcompress-serve", daemon=True)
         self._thread.start()
 
@@ -121,17 +123,17 @@ class PagedWorker:
 
     @property
     def waiting(self) -> int:
-        """The jobs without a first token."""
-        return sum(not answering.tokens for answering in list(self._under_way.values()))
+        return len(self._under_way) - self.running
 
     @property
     def running(self) -> int:
-        return sum(bool(answering.tokens) for answering in list(self._under_way.values()))
+        """The jobs that have pages."""
+        return len(self._session.requests & self._under_way.keys())
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of all pages in use."""
-        return self._session.pages_in_use * self.page_bytes
+        return self._session.kv_bytes
 
     @property
     def _fatal(self) -> BaseException | None:
@@ -139,23 +141,28 @@ class PagedWorker:
         return self._manager.background_thread_status.fatal_error
 
     def _work(self) -> None:
-        while not self.is_closing:
-            output = self._manager.get_result(timeout=POLL_S)
-            if output is not None:
-                self._take(output)
-            elif self._fatal is not None:
-                self.error = RuntimeError(f"transformers' continuous batching has ended: {self._fatal}")
-                for answering in self._taken():
-                    answering.job.error = self.error
-                    answering.job.on_end(None)
-                return
+        try:
+            while not self.is_closing:
+                output = self._manager.get_result(timeout=POLL_S)
+                if output is not None:
+                    self._take(output)
+                elif not (self._manager.is_running() or self.is_closing):
+                    raise RuntimeError(f"transformers' continuous batching has ended: {self._fatal}")
+        except BaseException as error:
+            traceback.print_exc()
+            self.error = error
+            for answering in self._taken():
+                answering.job.error = error
+                answering.job.on_end(None)
 
     def _take(self, output: Any) -> None:
         """Hand on a request's tokens so far."""
         name = output.request_id
         with self._lock:
             answering = self._under_way.get(name)
-        if answering is None:  # cancelled
+        if answering is None:  # cancelled, perhaps before its thread knew of it
+            if not output.is_finished():
+                self._manager.cancel_request(name)
             return
         if output.error is not None:
             answering.job.error = RuntimeError(output.error)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from kvcompress.calibration import command as calibration
 from kvcompress.errors import KVCompressError
 from kvcompress.serve import app, paged_worker
 from tests.kvcompress.serve.test_command import RIGHT, refused
@@ -64,7 +65,9 @@ def test_answers_are_those_of_generate_and_say_what_was_kept(server, client):
 
 def test_evictions_while_decoding_and_shared_prefixes_answer_as_alone(long):
     words = [f"{name}={value}" for name, value in KEYDIFF.items()][2:]
-    server = loaded("--pages-gb", "0.004", "--prefix-gb", "0.01", method=("keydiff", "0.5", *words))
+    server = loaded(
+        "--pages-gb", "0.004", "--prefix-gb", "0.01", "--prefill-tokens", "8", method=("keydiff", "0.5", *words)
+    )
     with served(server) as client:
         for _ in range(2):  # the second time the prefix is known
             asked = body(HELLO, stream=True, return_token_ids=True, max_tokens=40)
@@ -74,6 +77,7 @@ def test_evictions_while_decoding_and_shared_prefixes_answer_as_alone(long):
             assert len(expected) == 40
             said = "".join(choice["delta"].get("content", "") for choice in streamed)
             assert said == server.prompts.tokenizer.decode(expected, skip_special_tokens=True)
+        assert server.worker.session.keywords["prefix_cache"].reused_tokens > 0
 
 
 def test_an_answer_ends_before_a_stop_string_and_frees_its_pages(long, monkeypatch):
@@ -139,15 +143,44 @@ def test_what_does_not_go_with_pages_is_one_line_before_anything_is_loaded(capsy
     for words, said in (
         ([*RIGHT, "--slots", "4"], "--pages-gb does not go with --slots"),
         ([*RIGHT, "--kv-gb", "1"], "--pages-gb does not go with --kv-gb"),
-        ([*RIGHT, "--prefill-tokens", "9"], "--pages-gb does not go with --prefill-tokens"),
         (["org/model", "adakv", "0.2"], "head_budget='adaptive' does not go with"),
     ):
         assert said in refused(capsys, *words, "--pages-gb", "1")
 
 
-def test_no_room_for_one_page_is_refused():
-    with pytest.raises(KVCompressError, match="--pages-gb 1e-06 has no room for a page of"):
-        loaded("--pages-gb", "1e-6")
+@pytest.mark.parametrize(
+    ("gigabytes", "said"),
+    [
+        ("1e-6", "--pages-gb 1e-06 has no room for a page of"),
+        ("1e-3", "a prompt of .* tokens and 1024 of its answer need more pages than there are"),
+        ("1e9", "MemoryError"),
+    ],
+)
+def test_pages_that_cannot_be_are_refused_before_anything_is_served(gigabytes, said):
+    with pytest.raises(KVCompressError, match=said):
+        loaded("--pages-gb", gigabytes)
+
+
+def test_what_continuous_batching_would_do_otherwise_is_refused(monkeypatch):
+    load = calibration.load
+
+    def penalised(*given):
+        model, tokenizer = load(*given)
+        model.generation_config.repetition_penalty = 1.05
+        return model, tokenizer
+
+    monkeypatch.setattr(calibration, "load", penalised)
+    with pytest.raises(KVCompressError, match="cannot heed the model's repetition_penalty"):
+        loaded("--pages-gb", "0.004")
+
+
+def test_an_error_of_ours_is_that_of_all_requests(monkeypatch, capsys):
+    server = loaded("--pages-gb", "0.004")
+    with served(server) as client:
+        monkeypatch.setattr(app.Reply, "on_tokens", lambda self, tokens: 1 / 0)
+        assert client.post(CHAT, json=body()).status_code == 500
+        assert client.get("/health").status_code == 503
+    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 @pytest.mark.slow
