@@ -10,6 +10,7 @@ import torch
 import kvcompress
 from kvcompress import KVCompressError, methods
 from kvcompress.check.command import main as check_main
+from kvcompress.check.promises import Broken
 from kvcompress.policy.make import make_policy
 from tests.support.docs import DOCS, python_blocks
 from tests.support.families import FAMILIES
@@ -245,6 +246,16 @@ def test_a_files_layer_budgets_and_merges_are_checked_with_snapkv(write, tmp_pat
     (policy,) = tried
     assert capsys.readouterr().out == f"ok      snapkv {part}: {name}\n"
     assert policy.method == "snapkv"
+
+
+def test_one_broken_promise_is_enough_to_fail(monkeypatch, capsys):
+    def broken(checked):
+        raise Broken("it does not")
+
+    promises = {"it keeps this": lambda checked: None, "and this": broken}
+    monkeypatch.setattr("kvcompress.check.promises.PROMISES", promises)
+    assert check_main(["snapkv"]) == 1
+    assert capsys.readouterr().out == ("ok      snapkv: it keeps this\nFAILED  snapkv: and this\n        it does not\n")
 
 
 def test_the_variable_is_not_named_where_it_names_another_file():
