@@ -189,12 +189,13 @@ class CompressedPages(FullAttentionCacheAllocator):
 
 
 class CompressedPagedCache(PagedAttentionCache):
-    """A paged cache that registers each request before its first pages."""
+    """A paged cache that registers each request before its first pages, and gives them out in order of arrival."""
 
     compressor: Compressor
     pages: CompressedPages
     scheduler: Scheduler
     stream: torch.cuda.Stream | None
+    refused: str | None  # the request that waits for pages in this step; later ones wait behind it
 
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
         known = self.pages.requests.get(state.request_id)
@@ -204,7 +205,13 @@ class CompressedPagedCache(PagedAttentionCache):
         # All tokens that may follow: layers with a sliding window reserve pages for them, up to the window.
         answer = ENDLESS if state.max_new_tokens is None else state.max_new_tokens
         to_come = len(state.initial_tokens) + answer - state.current_len()
-        return super().can_store_request_tokens(state, max(request_len, to_come), dry_run)
+        is_waiting = state.request_id in self.scheduler.waiting_requests
+        if is_waiting and self.refused not in (None, state.request_id):
+            return False
+        fits = super().can_store_request_tokens(state, max(request_len, to_come), dry_run)
+        if is_waiting and not fits:
+            self.refused = state.request_id
+        return fits
 
     @property
     def bytes_in_use(self) -> int:
@@ -243,6 +250,7 @@ class CompressedIOs(ContinuousBatchingIOs):
     def prepare_batch_tensors(self, requests_in_batch: list[FutureRequestState], **kwargs) -> None:
         # Entries that are read by the type of layer that reads most; the scheduler has not counted them.
         pages, reads = self.cache.pages, []
+        self.cache.refused = None  # the step's requests are chosen
         pages.announce(requests_in_batch)
         for allocator in self.cache.cache_allocators.values():
             lengths = [(future.state.position_offset, future.query_length) for future in requests_in_batch]
@@ -261,7 +269,7 @@ def adopt(
     pages = cache.cache_allocators[FULL_ATTENTION]
     pages.__class__, cache.__class__, inputs.__class__ = CompressedPages, CompressedPagedCache, CompressedIOs
     pages.requests, cache.pages, cache.compressor, cache.scheduler = {}, pages, compressor, scheduler
-    cache.stream = inputs.compute_stream
+    cache.stream, cache.refused = inputs.compute_stream, None
     compressor.adopted = weakref.ref(cache)
     cache.use_prefix_sharing = compressor.shares_prefixes
     # The scheduler would count tokens as entries that are read, and hold requests back. The entries read are in the

@@ -350,6 +350,22 @@ def test_a_cancelled_request_frees_its_pages():
         wait_until(lambda: session.pages_in_use == 0)
 
 
+def test_a_request_that_waits_for_pages_is_not_overtaken_by_smaller_ones():
+    model, prompt = FAMILIES["qwen2"].build(2), prompts_of(8)[0]
+    with paged.compress(model, "keydiff", budget=8):
+        manager = model.init_continuous_batching(GREEDY, pages_config(4, 20))
+        lengths = {"first": 40, "large": 60, "small": 4, "smaller": 2}  # of 20 pages 12, 17, 3 and 3
+        for name, new in lengths.items():
+            manager.add_request(prompt, name, max_new_tokens=new, streaming=True)
+        manager.start()
+        began, ended = [], 0
+        while ended < len(lengths):
+            output = manager.get_result(timeout=10)
+            began += [output.request_id] if len(output.generated_tokens) == 1 else []
+            ended += output.is_finished()
+    assert began == [*lengths]
+
+
 def wait_until(holds, seconds: float = 10.0) -> None:
     end = time.monotonic() + seconds
     while not holds():
