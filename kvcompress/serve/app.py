@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import uvicorn
@@ -24,9 +24,11 @@ from ..errors import KVCompressError, one_line
 from ..inflight import Answer
 from .chat import Asked, Prompts
 from .metrics import Metrics, kept_entries
-from .paged_worker import PagedWorker
 from .text import AnswerText
 from .worker import Job, Worker
+
+if TYPE_CHECKING:  # only --pages-gb needs transformers' continuous batching
+    from .paged_worker import PagedWorker
 
 LARGEST_BODY = 64 * 2**20  # bytes
 
@@ -44,7 +46,7 @@ class Server:
 
     name: str
     about: Mapping[str, Any]
-    worker: Worker | PagedWorker
+    worker: "Worker | PagedWorker"
     prompts: Prompts
     most: int
     api_key: str | None = None

@@ -1,10 +1,14 @@
 """What `/metrics` reports, in Prometheus's format."""
 
+from typing import TYPE_CHECKING
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ..inflight import Answer
-from .paged_worker import PagedWorker
 from .worker import Worker
+
+if TYPE_CHECKING:
+    from .paged_worker import PagedWorker
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -12,7 +16,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 class Metrics:
     """Counters of one server."""
 
-    def __init__(self, worker: Worker | PagedWorker):
+    def __init__(self, worker: "Worker | PagedWorker"):
         self._registry = CollectorRegistry()
         own = {"registry": self._registry}
         self.requests = Counter("kvcompress_requests", "Requests for completions, by HTTP status", ["status"], **own)
