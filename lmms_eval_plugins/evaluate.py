@@ -20,6 +20,7 @@ from kvcompress.flag_types import NUMBER, fraction, shown, whole
 from .cells.cell_log import CellLog
 from .cells.errors import DamagedFile, EvaluationFailed, UsageError
 from .cells.inspection import show_config
+from .cells.kept_answers import KeptAnswers
 from .cells.listing import main as list_command
 from .cells.machine import (
     VARIABLES,
@@ -32,7 +33,7 @@ from .cells.machine import (
     uncollected,
 )
 from .cells.names import check_names
-from .cells.plan import Plan, check_folders
+from .cells.plan import Job, Plan, check_folders
 from .cells.processes import STARTED_BY, TaskFailures, end_with_parent, run_tasks
 from .cells.request import BUNDLED_MODEL, USAGE, Request, arguments_of, check_known, flag_parser
 from .cells.run import evaluate_cells, load_model, quiet, score_again
@@ -99,7 +100,7 @@ def run(plan: Plan, argv: list[str]) -> int:
             jobs += plan.jobs_of(task)
     if rank() == 0:
         check_folders(jobs)
-    todo = {job.folder: reason for job in jobs if (reason := job.todo)}
+    todo, kept = _on_disk(jobs)
     pending = [job for job in jobs if job.folder in todo]
     if skipped := len(jobs) - len(pending):
         say(f"{skipped} of {len(jobs)} cells are complete and skipped (--force computes them again)")
@@ -110,7 +111,6 @@ def run(plan: Plan, argv: list[str]) -> int:
         if job.folder not in todo:
             log(job)
             failures.working.add(job.cell.task)
-    kept = {job.folder: answers for job in pending if (answers := job.kept_answers) is not None}
     for job in pending:
         if job.folder in kept and job.cell.task not in failures.reasons:
             with failures.noted(job.cell.task):
@@ -136,6 +136,18 @@ def run(plan: Plan, argv: list[str]) -> int:
     failures.raise_all()
     log.check()
     return 0
+
+
+def _on_disk(jobs: list[Job]) -> tuple[dict[Path, str], dict[Path, KeptAnswers]]:
+    """Return folder -> why its cell must be computed, for those that must; and folder -> the unscored answers of an
+    earlier run, where there are some. Of several ranks the first decides: a slower one may find what another wrote."""
+    todo = {job.folder: reason for job in jobs if (reason := job.todo)}
+    kept = {job.folder: answers for job in jobs if job.folder in todo and (answers := job.kept_answers) is not None}
+    if "LOCAL_RANK" not in os.environ:
+        return todo, kept
+    from .model.ranks import of_each_rank
+
+    return of_each_rank((todo, kept))[0]
 
 
 # -- the command line

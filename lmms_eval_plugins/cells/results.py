@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,13 @@ class Cell:
         return f"budget={self.budget}" if self.ratio is None else exact(self.ratio)
 
     def folder(self, root: Path) -> Path:
-        name = "-".join([self.method, self.size, *_key_values({**self.options, **self.settings})])
+        name = "-".join([self.method, self.size, *_key_values(*self.options.items(), *self.settings.items())])
         return root / _shorten(_safe(self.task)) / model_folder(self.model) / _shorten(name)
 
 
 def settings_name(settings: dict[str, Any]) -> str:
     """Return a run's settings as part of a file name, such as `limit=250-seed=1`; empty for the defaults."""
-    return _shorten("-".join(_key_values(settings)))
+    return _shorten("-".join(_key_values(*settings.items())))
 
 
 def model_folder(model: str) -> str:
@@ -82,8 +83,8 @@ def exact(number: float) -> str:
     return f"{number:g}" if float(f"{number:g}") == number else repr(float(number))
 
 
-def _key_values(mapping: dict[str, Any]) -> list[str]:
-    return [f"{_safe(key)}={_value(value)}" for key, value in sorted(mapping.items())]
+def _key_values(*pairs: tuple[str, Any]) -> list[str]:
+    return [f"{_safe(key)}={_value(value)}" for key, value in sorted(pairs, key=itemgetter(0))]
 
 
 def _value(value: Any) -> str:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells import run as cell_run
 from lmms_eval_plugins.cells.errors import EvaluationFailed
 from lmms_eval_plugins.cells.results import read_cell as read
+from lmms_eval_plugins.model import ranks
 from lmms_eval_plugins.model.lm import KVCompressLM
 from tests.support.evaluation import FOUR, ended, error_line, start
 
@@ -273,6 +275,16 @@ def test_predict_only_writes_answers_without_scores():
     _, samples = read(Path("results/tiny_textvqa/tiny/snapkv-0.2-limit=1-predict_only=True"))
     assert samples[0]["filtered_resps"]
     assert "exact_match" not in samples[0]
+
+
+def test_the_first_rank_decides_which_cells_are_complete(monkeypatch):
+    def job(todo):
+        return SimpleNamespace(folder=Path("cell"), todo=todo, kept_answers=None)
+
+    of_first, _ = evaluate._on_disk([job("there are no results")])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(ranks, "of_each_rank", lambda found: [(of_first, {}), found])
+    assert evaluate._on_disk([job(None)]) == (of_first, {}), "this rank found what the first had written since"
 
 
 @pytest.mark.slow

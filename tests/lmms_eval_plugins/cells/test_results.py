@@ -66,7 +66,7 @@ CHANGES = [
     {"settings": {"gen_kwargs": {"a": "1,b=2"}}}, {"settings": {"gen_kwargs": {"a": "1", "b": "2"}}},
     {"model": "org__model"}, {"model": "."}, {"model": ".."}, {"model": "x" * 300}, {"task": "t" * 300},
     {"task": "t" * 301},
-    {"settings": {"a": "x" * 402}},
+    {"settings": {"a": "x" * 402}}, *({"options": {"seed": n}, "settings": {"seed": "2,2,2,2"}} for n in (0, 1)),
 ]  # fmt: skip
 
 
