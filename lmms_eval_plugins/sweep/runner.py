@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from kvcompress.errors import nearest, one_line
+from kvcompress.errors import KVCompressError, nearest, one_line
 from kvcompress.flag_types import folder as existing_folder
 
 from ..cells.cell_log import cell_values, log_results
@@ -45,6 +45,7 @@ class Sweep:
         self.config, self.output = config, output.resolve()
         self.folder = self.output / "sweeps" / config.name
         self.failures: list[str] = []
+        self._failed: set[Path | int] = set()  # cells; `full` is the same one at every ratio
         self.say: Callable[[str], None] = partial(print, flush=True)
         self._finished = 0
         self.trials = Trials(config, self.folder, seed, model_parameters(), cap)
@@ -84,11 +85,15 @@ class Sweep:
         self.say(f"{self.label(trial)}: {metric} {values[metric]:.4g}")
 
     def fail(self, trial: Trial, error: Exception) -> None:
-        """Record a failure and go on with the other trials. Raises EvaluationFailed if the first ones all fail."""
+        """Record a failure and go on with the other trials. Raises EvaluationFailed if the first cells all fail."""
         text = f"{self.label(trial)} failed: {type(error).__name__}: {one_line(error, 500)}"
         self.failures.append(text)
         self.say(text)
-        if len(self.failures) >= MOST_FIRST_FAILURES and not self._finished:
+        try:
+            self._failed.add(self.cell(trial))
+        except KVCompressError:  # an impossible trial
+            self._failed.add(trial.number)
+        if len(self._failed) >= MOST_FIRST_FAILURES and not self._finished:
             raise EvaluationFailed(f"the first {len(self.failures)} trials failed; {text}")
 
 
@@ -127,8 +132,6 @@ def check_trials(config: SweepConfig, output: Path) -> None:
 
 def run_here(sweep: Sweep) -> None:
     """Run every trial in this process, one by one."""
-    from kvcompress import KVCompressError
-
     evaluator = Evaluator()
     while (trial := sweep.trials.next()) is not None:
         try:
@@ -143,11 +146,14 @@ def run_here(sweep: Sweep) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the sweep's folder until this process ends. Raises EvaluationFailed if another process holds the lock."""
+    """Lock the sweep's folder until this process ends. Raises EvaluationFailed if another process holds the lock. On a
+    file system without locks this has no effect."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise EvaluationFailed(f"{folder}: another process is running this sweep") from None
+        except OSError:
+            pass  # a file system without locks
         yield

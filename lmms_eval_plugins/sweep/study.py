@@ -96,7 +96,7 @@ class Trials:
         """Return all trials so far, in order."""
         states = (TrialState.RUNNING, TrialState.COMPLETE)
         return [
-            Trial(trial.number, {**self.config.constants, **trial.params}, trial.state == TrialState.COMPLETE)
+            Trial(trial.number, self._parameters(trial.params), trial.state == TrialState.COMPLETE)
             for trial in self._study.get_trials(deepcopy=False, states=states)
             if self._is_drawn(trial)
         ]
@@ -117,12 +117,18 @@ class Trials:
         self._study.sampler = sampler(seed=seed)
         drawn = self._study.ask(self.config.space)
         self._drawn += 1
-        return Trial(drawn.number, {**self.config.constants, **drawn.params})
+        return Trial(drawn.number, self._parameters(drawn.params))
 
     def tell(self, trial: Trial, value: float) -> None:
         """Record the value of a finished trial; an earlier value stays."""
         if not trial.is_told:
             self._study.tell(trial.number, value)
+
+    def _parameters(self, drawn: dict[str, Any]) -> dict[str, Any]:
+        """Return all parameters of a trial. A multiple of a step is the nearest short number: 0.3, not 3 * 0.1."""
+        steps = {name for name, of in self.config.space.items() if getattr(of, "step", None)}
+        short = {name: float(f"{drawn[name]:.12g}") for name in steps & drawn.keys() if isinstance(drawn[name], float)}
+        return {**self.config.constants, **drawn, **short}
 
     def _is_drawn(self, trial: FrozenTrial) -> bool:
         return trial.params.keys() == self.config.space.keys()

@@ -1,6 +1,8 @@
 """Sweeps: trials, what they log, and that an interrupted sweep continues as if it had not been."""
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -358,10 +360,28 @@ def test_a_failed_trial_is_named_does_not_end_the_sweep_and_is_tried_again(fake,
     assert [row[0] for row in report_of(tmp_path / "out")] == ["1", "3", "4"]
 
 
+def test_multiples_of_a_step_are_short_numbers(tmp_path, config):
+    steps = {"task": {"value": "t"}, "ratio": {"distribution": "q_uniform", "min": 0.1, "max": 0.9, "q": 0.1}}
+    trials = Trials(config("random", steps, name="s", run_cap=60), tmp_path, 0, set())
+    drawn = [trials.next().parameters["ratio"] for _ in range(60)]
+    assert set(drawn) == {0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9}
+    assert [trial.parameters["ratio"] for trial in trials.drawn()] == drawn
+
+
+def test_a_sweep_runs_on_a_file_system_without_locks(tmp_path, monkeypatch):
+    def no_locks(*given):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with locked(tmp_path / "sweep"):
+        pass
+
+
 def test_a_sweep_whose_first_trials_all_fail_ends(fake, tmp_path, capsys):
     fake.broken = (0.5, 0.2)
     assert command.main(["run", str(write(tmp_path / "sweep.yaml")), f"--output_path={tmp_path / 'out'}"]) == 1
-    assert "error: the first 3 trials failed; trial 3 of 4" in capsys.readouterr().err.splitlines()[-1]
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "error: the first 4 trials failed; trial 4 of 4" in error, "the full cache's two are one cell"
 
 
 @pytest.mark.parametrize("are_gone", [True, False])
