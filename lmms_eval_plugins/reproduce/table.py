@@ -12,7 +12,7 @@ from kvcompress import KVCompressError
 from kvcompress.files import write_text
 
 from ..cells.errors import UsageError
-from ..cells.results import RESULTS_FILE, DamagedFile, changed_since, read_results
+from ..cells.results import RESULTS_FILE, changed_since, read_results
 from ..report.headline import headline
 from ..report.numbers import fixed, near, share
 from ..report.short_answers import EXPLANATION, too_short
@@ -32,7 +32,8 @@ class Row:
 
     Attributes:
         margin: half the width of our 95 % interval.
-        inside: whether the difference is at most the margin plus the reading error.
+        inside: whether the difference is at most the margin plus the reading error; None if that is unknown, or the
+            result is of an earlier run.
         tokens_per_correct: tokens of our answers over the sum of their scores.
         short: whether most of our answers are too short to show compression.
         note: why there is no result; or the number of questions, the share kept if it is not the requested ratio, and
@@ -66,11 +67,12 @@ def row(
     `reason`; if its result has another fingerprint than is `asked_now`, where they differ."""
     theirs, reading_error = reference.get(cell.key, (None, None))
     ours, stderr, margin, tokens, short, note = None, None, None, None, False, failed or reason
+    is_earlier = bool(failed)
     if cell.folder is not None and (cell.folder / RESULTS_FILE).is_file():
         try:
             results = read_results(cell.folder)
             ours, stderr, questions, tokens = score(cell, results)
-        except DamagedFile as error:
+        except KVCompressError as error:  # damaged, or without a score
             note = str(error)
         else:
             margin, note = interval(stderr, questions, cell.benchmark.scale), f"{questions} questions"
@@ -79,10 +81,11 @@ def row(
             stored = results.get("fingerprint")
             if asked_now and isinstance(stored, dict) and (changed := changed_since(stored, asked_now, UNKNOWN)):
                 note += f", {changed}"
+                is_earlier = True
             note += f"; perhaps of an earlier run, as this one {failed}" if failed else ""
     difference = None if ours is None or theirs is None else ours - theirs
     inside = None
-    if difference is not None and margin is not None and reading_error is not None:
+    if not is_earlier and None not in (difference, margin, reading_error):
         inside = abs(difference) <= margin + reading_error
     return Row(*cell.key, ours, stderr, margin, theirs, reading_error, difference, inside, tokens, short, note)
 

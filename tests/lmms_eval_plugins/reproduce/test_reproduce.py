@@ -317,18 +317,20 @@ def test_a_failed_call_stops_nothing_else_and_stands_in_the_table(configuration,
 def test_a_result_of_before_a_failed_call_is_not_shown_as_the_call_s(configuration, executed, tmp_path):
     executed.answer = (1, "model 'm' could not be loaded")
     write(tmp_path / "results", "one", "knorm", 0.5, "abcx")
-    assert main([configuration(), "--only", "ratio=0.5"]) == 1
-    rows, _ = table(tmp_path / "results")
+    assert main([configuration(["M,KNorm,0.5,One,75,1"]), "--only", "ratio=0.5"]) == 1
+    rows, text = table(tmp_path / "results")
+    assert "0 of 0 inside both errors" in text, "what this run did not measure is not judged"
     note = "perhaps of an earlier run, as this one failed: model 'm' could not be loaded"
     assert rows["One", "KNorm", 0.5]["note"].endswith(note)
 
 
 @pytest.mark.parametrize(("changes", "note"), [({}, ""), ({"code": "older"}, ", changed since: code")])
 def test_a_result_that_a_run_would_compute_again_is_named_as_such(configuration, tmp_path, changes, note):
-    path = configuration()
+    path = configuration(["M,KNorm,0.5,One,75,1"])
     with_fingerprint(write(tmp_path / "results", "one", "knorm", 0.5, "abcx"), path, 0.5, **changes)
     assert main([path, "--report-only"]) == 0
-    assert table(tmp_path / "results")[0]["One", "KNorm", 0.5]["note"] == f"4 questions{note}"
+    found = table(tmp_path / "results")[0]["One", "KNorm", 0.5]
+    assert (found["note"], found["inside"]) == (f"4 questions{note}", None if changes else True)
 
 
 def test_ctrl_c_ends_with_the_table_of_what_is_there(configuration, executed, tmp_path, capsys):
@@ -460,13 +462,18 @@ def test_a_share_that_is_not_the_ratio_asked_is_named(configuration, tmp_path):
     assert "| 4 questions, kept 0.720 |\n" in table(tmp_path / "results")[1]
 
 
-def test_metric_and_scale_are_those_of_the_file(configuration, tmp_path, capsys):
+def test_metric_and_scale_are_those_of_the_file(configuration, tmp_path):
     write(tmp_path / "results", "one", "knorm", 0.5, "abcx")
     benchmark = {"name": "One", "task": "one", "metric": "acc", "scale": 1000}
     main([configuration(benchmarks=[benchmark]), "--report-only"])
     assert table(tmp_path / "results")[0]["One", "KNorm", 0.5]["ours"] == 750
-    assert main([configuration(benchmarks=[benchmark | {"metric": "anls"}]), "--report-only"]) == 2
-    assert "scores have no anls: acc,none, acc_stderr,none" in capsys.readouterr().err
+    write(tmp_path / "results", "one", "full", 1.0, "abcd")
+    file = tmp_path / "results" / "one" / "m" / "full-1" / "results.json"
+    file.write_text(file.read_text().replace('"acc,none"', '"anls,none"'))
+    assert main([configuration(benchmarks=[benchmark]), "--report-only"]) == 0
+    rows, _ = table(tmp_path / "results")
+    assert rows["One", "KNorm", 0.5]["ours"] == 750, "a cell without the metric costs no other"
+    assert rows["One", "Full", 1.0]["note"].endswith("scores have no acc: anls,none, acc_stderr,none")
 
 
 def test_another_limit_is_another_table(configuration, tmp_path):
