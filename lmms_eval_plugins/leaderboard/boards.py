@@ -103,8 +103,10 @@ def board(
     text += f", task {of_task}" if len({other[1] for other in others}) > 1 else ""
     has_models = len({row.shown["model"] for row in rows}) > 1
     frame = pd.DataFrame([row.framed for row in rows]).reset_index(drop=True)
-    rows = sorted(rows, key=lambda row: (row.shown["method"] != "full", -row.shown["score"]))
-    tests = against([None if row.full is None else (row.framed["questions"], row.full) for row in rows])
+    is_lower = bool(frame["is_lower_better"].any())
+    rows = sorted(rows, key=lambda row: (row.shown["method"] != "full", row.shown["score"] * (1 if is_lower else -1)))
+    pairs = [None if row.full is None or is_lower else (row.framed["questions"], row.full) for row in rows]
+    tests = against(pairs)
     names = [f"{row.shown['model']}: " * has_models + row.shown["variant"] for row in rows]
     marks = markers({name: row.shown["method"] for name, row in zip(names, rows, strict=True)})
     cells = [
@@ -121,7 +123,7 @@ def board(
         "scale": score_scale(frame),
         "warning": warning(frame),
         "cells": cells,
-        **({"choice": None, "best": []} if has_models else _choice(rows)),
+        **({"choice": None, "best": []} if has_models or is_lower else _choice(rows)),
     }
 
 

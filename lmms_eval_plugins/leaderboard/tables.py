@@ -98,6 +98,7 @@ def board_of(table: Table, submission: str) -> dict[str, Any]:
                 "asked": exact(1.0 if is_full else entry.ratio),
                 "realised": 1.0 if is_full else entry.kept,
                 "score": float(np.mean(entry.scores)),
+                "is_lower_better": False,
                 "samples": count,
                 "too_short": False,
                 "questions": questions,

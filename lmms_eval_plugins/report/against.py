@@ -40,7 +40,8 @@ def against(pairs: Sequence[tuple[pd.DataFrame, pd.DataFrame] | None], margin: f
 
 
 def against_full(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return what `against` says of each cell and the first one of the full cache; NaN if there is none.
+    """Return what `against` says of each cell and the first one of the full cache; NaN if there is none, or for a
+    metric of which less is better.
 
     Args:
         frame: of a `groups.Group`.
@@ -48,7 +49,9 @@ def against_full(frame: pd.DataFrame) -> pd.DataFrame:
     first = frame.iloc[0]
     return against(
         [
-            (row.questions, first["questions"]) if first["method"] == "full" and row.method != "full" else None
+            (row.questions, first["questions"])
+            if first["method"] == "full" and row.method != "full" and not row.is_lower_better
+            else None
             for row in frame.itertuples()
         ]
     )

@@ -61,7 +61,7 @@ def answered_blind(group: pd.DataFrame) -> list[tuple[str, int]]:
         group: cells of one task, model and settings, as from `load_grid`.
     """
     blind = group[group["method"] == "blind"]
-    if blind.empty:
+    if blind.empty or blind["is_lower_better"].any():
         return []
     score = blind["questions"].iloc[0]["score"]
     return [*score[score >= RIGHT].index]
@@ -92,6 +92,8 @@ def gate_lines(group: pd.DataFrame) -> list[str]:
     if full.empty:
         return lines
     full = full.iloc[0]
+    if full["is_lower_better"]:  # a large score answers nothing
+        return lines
     if len(blind):
         found, asked = answered_blind(group), len(blind["questions"].iloc[0])
         leaves = full["questions"].index.get_level_values("task").nunique()

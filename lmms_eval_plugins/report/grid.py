@@ -51,14 +51,14 @@ def load_grid(
         A frame with one row per cell, or for all draws of one (see `pooled`). Its columns are those of
         `table.sweep_frame`, but `size` is text (`0.2`, `budget=64`), and `questions` (see `groups.question_frame`),
         `full` (the full cache's score), `relative`, `loyalty`, `speed_up`.
-        A line for each thing left out: a damaged cell, or a set of settings without a cell of the full cache that
-        scores above 0.
+        A line for each thing left out: a damaged cell, one without a score, or a set of settings without a cell of the
+        full cache that scores above 0, by a metric of which more is better.
         If a cell answered other questions than the full cache, `relative`, `loyalty` and `speed_up` are of those that
         both answered.
 
     Raises:
         UsageError: a folder without cells, nothing but what is left out, or a question without the field `cluster`.
-        KVCompressError: a cell without a score, or one that shares no question with the full cache.
+        KVCompressError: a cell that shares no question with the full cache.
     """
     cells, left_out = [], []
     for folder in dict.fromkeys(map(Path, folders)):
@@ -69,16 +69,21 @@ def load_grid(
         left_out += [f"{path}: {error}" for path, error in damaged.items()]
     if not cells:
         raise UsageError(left_out[0])
+    scored = []
     for cell in cells:
-        if headline(cell, metric, metric_filter) is None:
-            raise KVCompressError(f"{cell['folder']} has {why_none(cell, metric, metric_filter)}")
+        if headline(cell, metric, metric_filter) is not None:
+            scored.append(cell)
+        else:
+            left_out.append(f"{cell['folder']} has {why_none(cell, metric, metric_filter)}")
     grids = []
-    for group in grouped(cells, metric, metric_filter, cluster):
+    for group in grouped(scored, metric, metric_filter, cluster):
         first, title = group.frame.iloc[0], title_of(group.frame[GROUP].iloc[0])
         if first["method"] != "full":
             left_out.append(
                 f"{title}: no cell of the full cache to compare with; run the same command with METHOD full too"
             )
+        elif first["is_lower_better"]:
+            left_out.append(f"{title}: {first['metric']}, but what is lost here is of scores of which more is better")
         elif first["score"] <= 0:
             left_out.append(f"{title}: the full cache scores {first['score']:g}: a share of that is meaningless")
         else:

@@ -36,6 +36,7 @@ class Headline:
         stderr: its standard error; None if lmms-eval computed none.
         questions: how many questions the metric covers; None if the cell does not record it.
         tasks: the tasks averaged, more than one for a group that lmms-eval gives no score.
+        is_lower_better: whether less is better, such as for an error rate.
         tokens_per_correct: tokens of all answers over the sum of the scores; None if the cell does not record it.
     """
 
@@ -46,11 +47,13 @@ class Headline:
     questions: int | None
     tasks: tuple[str, ...]
     tokens_per_correct: float | None = None
+    is_lower_better: bool = False
 
     @property
     def name(self) -> str:
-        """The name in a table: `seed_all`, `exact_match (flexible-extract)`."""
-        return self.metric if self.filter == "none" else f"{self.metric} ({self.filter})"
+        """The name in a table: `seed_all`, `exact_match (flexible-extract)`, `wer (lower is better)`."""
+        remarks = [self.filter] * (self.filter != "none") + ["lower is better"] * self.is_lower_better
+        return f"{self.metric} ({', '.join(remarks)})" if remarks else self.metric
 
 
 def headline(cell: dict[str, Any], metric: str | None = None, metric_filter: str | None = None) -> Headline | None:
@@ -100,6 +103,8 @@ def leaves(cell: dict[str, Any], task: str) -> list[str]:
 def _candidates(cell: dict[str, Any], task: str, metric: str | None, metric_filter: str | None) -> list[Headline]:
     """Return the numeric metrics of one task, the most suitable first."""
     scores, found = cell["results"].get(task, {}), []
+    listed = cell.get("configs", {}).get(task, {}).get("metric_list") or []
+    lower = {entry["metric"] for entry in listed if entry.get("higher_is_better") is False}
     for key, value in scores.items():
         name, comma, after = key.partition(",")
         wanted = metric in (None, name) and metric_filter in (None, after)
@@ -108,14 +113,16 @@ def _candidates(cell: dict[str, Any], task: str, metric: str | None, metric_filt
         if isinstance(value, int | float) and math.isfinite(value):
             stderr = scores.get(f"{name}_stderr,{after}")
             stderr = stderr if isinstance(stderr, int | float) and math.isfinite(stderr) else None
-            questions, tokens = _questions(cell, task, key), _tokens_per_correct(cell, leaves(cell, task), key)
-            found.append(Headline(name, after, value, stderr, questions, (task,), tokens))
-    names = [entry["metric"] for entry in cell.get("configs", {}).get(task, {}).get("metric_list") or []]
+            questions, tokens = _questions(cell, task, key), None
+            if name not in lower:
+                tokens = _tokens_per_correct(cell, leaves(cell, task), key)
+            found.append(Headline(name, after, value, stderr, questions, (task,), tokens, name in lower))
+    names = [entry["metric"] for entry in listed]
 
     def order(found: Headline) -> tuple[int, int, int]:
         rank = next((place for place, name in enumerate(MAIN_NAMES) if name.search(found.metric)), len(MAIN_NAMES))
-        listed = names.index(found.metric) if found.metric in names else len(names)
-        return -(found.questions or 0), rank, listed
+        place = names.index(found.metric) if found.metric in names else len(names)
+        return -(found.questions or 0), rank, place
 
     return sorted(found, key=order)
 
@@ -155,6 +162,7 @@ def _of_group(cell: dict[str, Any], parts: list[list[Headline]]) -> Headline | N
             stderr = math.hypot(*(weight * error for weight, error in zip(weights, errors, strict=True))) / total
         known = all(found.questions is not None for found in same)
         tasks = tuple(task for found in same for task in found.tasks)
-        tokens = _tokens_per_correct(cell, tasks, f"{first.metric},{first.filter}")
-        return Headline(first.metric, first.filter, score, stderr, total if known else None, tasks, tokens)
+        key, is_lower = f"{first.metric},{first.filter}", any(found.is_lower_better for found in same)
+        tokens = None if is_lower else _tokens_per_correct(cell, tasks, key)
+        return Headline(first.metric, first.filter, score, stderr, total if known else None, tasks, tokens, is_lower)
     return None

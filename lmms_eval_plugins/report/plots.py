@@ -99,7 +99,7 @@ def _front(frame: pd.DataFrame, gains: pd.Series) -> pd.Series:
     """Return which cells are on the front, leaving out `hindsight`, which knows the answer."""
     own = frame["method"] != "hindsight"
     front = pd.Series(False, index=frame.index)
-    front[own] = on_front(gains[own], frame["shown"][own])
+    front[own] = on_front(gains[own], frame["shown"][own] * (-1 if frame["is_lower_better"].any() else 1))
     return front
 
 

@@ -56,11 +56,11 @@ def paired_test(a: Numbers, b: Numbers, clusters: Sequence | None = None) -> Com
         raise KVCompressError(f"a paired comparison needs the same questions, not {len(a)} and {len(b)}")
     codes, scores = cluster_codes(clusters, len(a)), np.concatenate([a, b])
     most = max(1.0, float(np.ptp(scores)), float(np.abs(scores).max()))  # by which a question's score can differ
-    sums, sizes = pd.Series(a - b).groupby(codes).agg(["sum", "size"]).to_numpy(float).T
+    sums, sizes = _of_clusters(a - b, codes)
     changed = sums[np.abs(sums) > 1e-12]
-    if len(changed) > FEW and np.ptp(a - b) > 1e-12:
+    if len(changed) > FEW and _varies(sums, sizes):
         low, high, p_value = _clustered(a - b, codes)
-    else:  # also where every question changed alike, which has no standard error
+    else:  # also where every cluster changed alike, which has no standard error
         low, high = _adjusted(sums, sizes, most)
         p_value = 1.0
         if len(changed) > FEW:
@@ -90,9 +90,9 @@ def _adjusted(sums: np.ndarray, sizes: np.ndarray, most: float) -> tuple[float, 
 
 def mean_interval(scores: Numbers, clusters: Sequence | None = None) -> tuple[float, float] | None:
     """Return the 95 % interval of a mean score, with clustered standard errors, within [0, 1] if all scores are. None
-    if there is a single cluster, or all scores are equal."""
+    if there is a single cluster, or all have the same mean."""
     scores, codes = np.asarray(scores, float), cluster_codes(clusters, len(scores))
-    if len(set(codes)) < 2 or not np.ptp(scores):
+    if len(set(codes)) < 2 or not _varies(*_of_clusters(scores, codes)):
         return None
     low, high, _ = _clustered(scores, codes)
     is_share = scores.min() >= 0 and scores.max() <= 1
@@ -102,6 +102,16 @@ def mean_interval(scores: Numbers, clusters: Sequence | None = None) -> tuple[fl
 def cluster_codes(clusters: Sequence | None, questions: int) -> np.ndarray:
     """Number the questions' clusters: (questions,), from 0. Without `clusters`, each question is its own."""
     return np.arange(questions) if clusters is None else pd.factorize(np.asarray(clusters, object))[0]
+
+
+def _of_clusters(values: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sum and the number of each cluster's values, (clusters,)."""
+    return tuple(pd.Series(values).groupby(codes).agg(["sum", "size"]).to_numpy(float).T)
+
+
+def _varies(sums: np.ndarray, sizes: np.ndarray) -> bool:
+    """Return whether the clusters' means differ; if not, their standard error is 0 up to rounding."""
+    return bool(np.ptp(sums / sizes) > 1e-9)
 
 
 def _clustered(values: np.ndarray, codes: np.ndarray) -> tuple[float, float, float]:

@@ -107,6 +107,7 @@ def cell_row(cell: dict[str, Any], metric: str | None = None, metric_filter: str
         "metric": found.name if found else "",
         "score": found.score if found else None,
         "stderr": found.stderr if found else None,
+        "is_lower_better": bool(found and found.is_lower_better),
         "draws": 1,
         "ttft_s": median("ttft_s"),
         "tpot_s": median("tpot_s"),
@@ -197,7 +198,7 @@ def best_of_sizes(frame: pd.DataFrame, scale: int) -> list[bool]:
         else math.nan
         for row in frame.itertuples()
     ]
-    scores = pd.Series(shown, index=frame.index).where(compressed)
+    scores = pd.Series(shown, index=frame.index).where(compressed) * frame["is_lower_better"].map({True: -1, False: 1})
     return scores.eq(scores.groupby(frame["asked"]).transform("max")).tolist()
 
 

@@ -1,12 +1,17 @@
 """Which number represents a cell, and over which questions."""
 
+import json
 import math
 
 import pytest
 
+from lmms_eval_plugins.leaderboard.boards import leaderboard, rows_of
+from lmms_eval_plugins.report.against import against_full
+from lmms_eval_plugins.report.groups import load_groups
 from lmms_eval_plugins.report.headline import by_question, headline
 from lmms_eval_plugins.report.heatmap_command import main as heatmap
 from lmms_eval_plugins.report.metrics_command import main as metrics
+from lmms_eval_plugins.report.table import best_of_sizes
 from lmms_eval_plugins.report.table_command import main as table
 from tests.support.result_cells import write_answers
 
@@ -60,6 +65,25 @@ def test_the_first_in_the_tasks_list_is_taken_not_the_first_that_a_question_retu
     scores = {"f1,none": 0.2, "acc,none": 0.1}
     listed = {"t": {"metric_list": [{"metric": "acc"}, {"metric": "f1"}]}}
     assert headline(cell(scores, configs=listed)).metric == "acc"
+
+
+def test_a_metric_of_which_less_is_better_says_so_and_its_lowest_score_is_the_best(tmp_path, capsys):
+    for method, ratio, answers in (("full", 1.0, "abcd"), ("knorm", 0.5, "abxx"), ("snapkv", 0.5, "abcx")):
+        folder = write_answers(tmp_path, "one", method, ratio, answers)
+        (file,) = folder.glob(f"{method}-*/results.json")
+        content = json.loads(file.read_text())
+        content["configs"] = {"one": {"metric_list": [{"metric": "acc", "higher_is_better": False}]}}
+        file.write_text(json.dumps(content))
+    (group,) = load_groups(tmp_path)
+    assert set(group.frame["metric"]) == {"acc (lower is better)"}
+    best = group.frame[best_of_sizes(group.frame, 100)]
+    assert best["method"].tolist() == ["knorm"], "it has the fewest points"
+    (board,) = leaderboard(rows_of("mine", [group]))["boards"]
+    assert [cell["method"] for cell in board["cells"]] == ["full", "knorm", "snapkv"]
+    assert not board["best"]
+    assert against_full(group.frame)["difference"].isna().all()
+    assert metrics([str(folder)]) == 2
+    assert "acc (lower is better), but what is lost here is of scores" in capsys.readouterr().err
 
 
 def test_metric_and_filter_can_be_chosen():

@@ -109,6 +109,15 @@ def test_a_large_cluster_that_turned_is_within_the_interval():
     assert found.low <= -0.8
 
 
+@pytest.mark.parametrize("values", [[1, 0], [0.2, 0.3]])
+def test_clusters_that_all_changed_alike_have_no_standard_error_of_rounding(values):
+    a, clusters = np.tile(values, 12), np.repeat(np.arange(12), 2)
+    found = paired_test(a, np.zeros(24), clusters)
+    assert found.p_value == pytest.approx(2 * 2**-12), "a sign test over 12 clusters"
+    assert found.high - found.low > 0.05
+    assert mean_interval(a, clusters) is None
+
+
 def test_scores_of_another_range_have_an_interval_of_that_range():
     found = paired_test(np.full(20, 80.0), np.full(20, 80.0))
     shares = paired_test(np.ones(20), np.ones(20))
