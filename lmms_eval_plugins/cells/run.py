@@ -145,6 +145,9 @@ def score_cell(lm: "Answerer", job: Job, found: dict[str, Any], asked: int, keep
         results = {
             "protocol": protocol(job),
             **{key: value for key, value in output.items() if not key.startswith(("git_", "lmms_eval_version"))},
+            "date": datetime.datetime.now(zoneinfo.ZoneInfo(job.plan.request.flags.timezone)).isoformat(
+                timespec="seconds"
+            ),
             "token_counts": output.get("efficiency"),
             "efficiency": summarise(rows),
             "environment": found,
@@ -203,7 +206,6 @@ def run_lmms_eval(lm: "Answerer", job: Job, folder: Path | str) -> dict[str, Any
             gen_kwargs=",".join(f"{name}={value}" for name, value in flags.gen_kwargs.items()) or None,
             predict_only=flags.predict_only,
             verbosity=flags.verbosity,
-            datetime_str=datetime.datetime.now(zoneinfo.ZoneInfo(flags.timezone)).isoformat(timespec="seconds"),
             cli_args=argparse.Namespace(
                 output_path=str(folder),
                 process_with_media=flags.process_with_media,

@@ -21,6 +21,7 @@ from ..model.input_methods import method_options
 from ..report.headline import headline
 from . import plausible
 from .protocol import holds_full, protocol_of
+from .tables import read
 
 VERSIONS = ("kvcompress", "torch", "transformers", "lmms-eval")
 ENVIRONMENT = ("versions", "python", "device", "dtype", "attn_implementation", "processes", "config")
@@ -32,7 +33,8 @@ Content = tuple[dict[str, Any], list[dict[str, Any]]]
 
 def problems(root: Path) -> list[str]:
     """Return one line for each problem with the cells under `root`; empty if the submission is fine."""
-    found, cells = [], {}
+    found: list[str] = []
+    cells: dict[str, Content] = {}
     folders = result_folders(root)
     for folder in folders:
         name = folder.relative_to(root).as_posix()
@@ -44,9 +46,13 @@ def problems(root: Path) -> list[str]:
         except (DamagedFile, FileNotFoundError) as error:
             found.append(f"{name}: {error}")
             continue
-        cells[name] = content[0]
+        cells[name] = content
         found += [f"{name}: {problem}" for problem in _of_cell(folder, content)]
-    if not folders:
+    try:
+        tables = read(root)
+    except KVCompressError as error:
+        return [*found, str(error)]
+    if not folders and not tables:
         found.append(f"no cell under {str(root)!r}: expected <task>/<model>/<cell>/{RESULTS_FILE}")
     return found + list(_without_full(cells))
 
@@ -93,8 +99,8 @@ def _fingerprint(folder: Path, results: dict[str, Any], samples: list[dict[str, 
     changed = {name: value for name, value in protocol["options"].items() if value != defaults[name]}
     if dumps(changed) != dumps(protocol["changed_options"]):
         yield f"its changed options are {protocol['changed_options']}, but its options imply {changed}"
-    given, settings = results.get("config", {}), protocol["settings"]
-    for name, value in {"limit": None, "offset": 0, "batch_size": 1}.items():
+    given, settings = results.get("config"), protocol["settings"]  # lm-eval's tasks have none
+    for name, value in {"limit": None, "offset": 0, "batch_size": 1}.items() if given else ():
         if (said := given.get(name) or value) != settings.get(name, value):
             yield f"lmms-eval was given {name}={said}, but its settings have {settings.get(name, value)}"
     if missing := [name for name in ("code", "data", "tasks") if not fingerprint.get(name)]:
@@ -196,18 +202,19 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
 # -- all cells
 
 
-def _without_full(cells: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Check that each cell has a full-cache cell with the same protocol."""
+def _without_full(cells: dict[str, Content]) -> Iterator[str]:
+    """Check that each cell has a full-cache cell with the same settings, protocol and questions."""
     known: dict[str, tuple] = {}
-    for name, cell in cells.items():
+    for name, (cell, samples) in cells.items():
         try:
-            protocol = cell["protocol"]
-            known[name] = protocol["task"], protocol["model"], protocol_of(cell), protocol["method"] == "full"
+            protocol, questions = cell["protocol"], {(sample["task"], sample["doc_id"]) for sample in samples}
+            alike = protocol["task"], protocol["model"], json.dumps(protocol["settings"], sort_keys=True), questions
+            known[name] = alike, protocol_of(cell), protocol["method"] == "full"
         except (KeyError, TypeError):
             continue  # reported already
-    whole = [each for each in known.values() if each[3]]
-    for name, (task, model, protocol, _) in known.items():
-        if not any((task, model) == each[:2] and holds_full(protocol, each[2]) for each in whole):
+    whole = [each for each in known.values() if each[2]]
+    for name, (alike, protocol, _) in known.items():
+        if not any(alike == other and holds_full(protocol, full) for other, full, _ in whole):
             yield f"{name}: there is no cell of the full cache to compare it with: add METHOD full to the command"
 
 

@@ -12,7 +12,7 @@ from ..report.against import MARGIN, signed
 from ..report.metrics import Numbers
 from ..report.significance import cluster_codes, paired_test
 
-NOT_CHOSEN = ("full", "hindsight")  # one compresses nothing, one knows the answer
+NOT_CHOSEN = ("full", "hindsight", "blind")  # compresses nothing, knows the answer, sees nothing
 FEWEST_METHODS = 3  # among which there is something to choose
 FEWEST_QUESTIONS = 20  # in each half
 BEST = 8  # methods of the plot
@@ -71,6 +71,8 @@ def choose(
     methods = {method for method, _ in tried}
     codes = cluster_codes(clusters, len(full))
     first, full = codes % 2 == 0, np.asarray(full, float)
+    every = np.concatenate([full, *tried.values()])
+    scale = 100 if every.min() >= 0 and every.max() <= 1 else 1
     if len(methods) < FEWEST_METHODS or min(first.sum(), (~first).sum()) < FEWEST_QUESTIONS:
         return None
     # Of methods that are equal at a ratio, the one that is best over all ratios.
@@ -80,7 +82,7 @@ def choose(
         at_ratio = (key for key in tried if key[1] == ratio)
         method = max(at_ratio, key=lambda key: (tried[key][first].mean(), overall[key[0]], key))[0]
         found = paired_test(tried[method, ratio][~first], full[~first], codes[~first])
-        points = (100 * value for value in (found.difference, found.low, found.high))
+        points = (scale * value for value in (found.difference, found.low, found.high))
         tested = Choice(method, ratio, *points, found.questions, len(methods))
         if not tested.is_enough:
             return chosen or tested
@@ -95,4 +97,4 @@ def best_methods(scores: Mapping[tuple[str, float], Numbers]) -> list[str]:
     common = frame.dropna(axis="columns")
     means = (frame if common.empty else common).mean(axis="columns").sort_values(ascending=False, kind="stable")
     chosen = list(filter(may_be_chosen, means.index))
-    return [*chosen[:BEST], *means.index.difference(chosen, sort=False)]
+    return [*chosen[:BEST], *(name for name in means.index if name.partition(" ")[0] == "hindsight")]

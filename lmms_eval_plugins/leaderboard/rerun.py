@@ -20,7 +20,7 @@ SWITCHES = ("predict_only", "fewshot_as_multiturn", "process_with_media", "apply
 def command_of(cell: dict[str, Any]) -> str:
     """Return the command as one shell line, to run in the repository's root."""
     protocol, processes = cell["protocol"], cell.get("environment", {}).get("processes", 1)
-    size = "-" if protocol["ratio"] is None else exact(protocol["ratio"])
+    size = "-" if protocol["ratio"] is None else exact(protocol["ratio"] or 1.0)  # `blind` has 0 whatever is asked
     words = [SCRIPT, protocol["task"], protocol["model"], protocol["method"], size]
     if protocol["ratio"] is None:
         words.append(f"budget={protocol['budget']}")

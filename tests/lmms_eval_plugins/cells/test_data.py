@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -94,6 +95,13 @@ def test_replaced_data_changes_its_identity(data_root):
     (file,) = data_root.rglob("*.parquet")
     os.utime(file, ns=(1, 1))
     assert identity() != before
+
+
+def test_data_in_memory_has_the_identity_of_its_content():
+    def identity(answers):
+        return data.data_identity(SimpleNamespace(eval_docs=datasets.Dataset.from_dict({"answer": answers})))
+
+    assert identity(["a", "b"]) == identity(["a", "b"]) != identity(["a", "c"])
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(None, 500), (2000, 500), (16, 16), (0.1, 50), (0.0011, 1)])

@@ -213,6 +213,7 @@ COMMANDS = {
     "budget": "tiny_textvqa tiny snapkv - budget=64,128 layer_budget=pyramid decode_ratio=0.5",
     "preset": "tiny_textvqa tiny simlayerkv - preset=qwen2",
     "several numbers": "tiny_textvqa tiny pyramiddrop 0.2 steps=2,3,4",
+    "blind": "tiny_textvqa tiny blind 1",
     "seeds": "tiny_textvqa tiny random 0.2 seed=3 --seed 7",
     "settings": "tiny_textvqa tiny knorm 0.2 batch_size=auto:4 dtype=float32 max_new_tokens=7 vision_cache_gb=0 "
     "'system_prompt=Be brief, please.' --limit 0.25 --offset 3 --seed 7 --num_fewshot 0 "

@@ -14,6 +14,7 @@ from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.leaderboard import checks, plausible
 from lmms_eval_plugins.leaderboard.checks import problems
 from lmms_eval_plugins.leaderboard.command import main
+from lmms_eval_plugins.leaderboard.tables import FILE
 from lmms_eval_plugins.model.input_methods import INPUT_METHODS, method_options
 from tests.lmms_eval_plugins.leaderboard.conftest import ARCHIVE
 
@@ -141,6 +142,26 @@ def test_cells_that_are_damaged_moved_alone_or_unfinished_are_named(two, capsys)
     assert len(found) == 4
     (full / "results.json").write_text("{")
     assert any("results.json is damaged" in line for line in problems(root))
+
+
+def test_a_full_cache_of_other_settings_or_questions_is_none_to_compare_with(two):
+    root, (full,) = two.parents[2], two.parent.glob("full-*")
+    whole = (full / "samples.jsonl").read_text()
+    last = json.loads(whole.splitlines()[-1])
+    with (full / "samples.jsonl").open("a") as file:
+        file.write(json.dumps(last | {"doc_id": 1_000_000}) + "\n")
+    assert any(line.startswith(f"{TASK}/tiny/{two.name}: there is no cell of the full") for line in problems(root))
+    (full / "samples.jsonl").write_text(whole)
+    edited(full / "results.json", lambda results: results["protocol"]["settings"].update(device="cpu"))
+    assert any(line.startswith(f"{TASK}/tiny/{two.name}: there is no cell of the full") for line in problems(root))
+
+
+def test_damaged_tables_are_named_and_whole_ones_need_no_cell(tmp_path):
+    (tmp_path / FILE).write_text('{"tables": []}')
+    assert problems(tmp_path) == [f"no cell under {str(tmp_path)!r}: expected <task>/<model>/<cell>/results.json"]
+    (tmp_path / FILE).write_text("[]")
+    (line,) = problems(tmp_path)
+    assert line.startswith(f"{str(tmp_path / FILE)!r} is no file of tables: ")
 
 
 # -- what is possible

@@ -41,8 +41,14 @@ def test_a_method_that_is_only_good_where_it_was_chosen_does_not_pass():
     assert str(found).startswith("none: the best of 3 methods loses more, lucky at 0.5: -20.0 points [")
 
 
+def test_points_are_those_of_the_scores_where_these_are_out_of_100():
+    scores = {(name, 0.5): 100 * wrong(count) for name, count in {"a": 1, "b": 2, "c": 3}.items()}
+    found = choose(scores, 100 * FULL)
+    assert (found.method, found.difference) == ("a", -2.5)
+
+
 def test_references_are_not_chosen_and_clusters_stay_whole():
-    scores = {("hindsight", 0.5): wrong(0), ("full", 0.5): wrong(0)}
+    scores = {(name, 0.5): wrong(0) for name in ("hindsight", "full", "blind")}
     scores |= {(name, 0.5): wrong(count) for name, count in {"a": 1, "b": 2, "c": 3}.items()}
     assert choose(scores, FULL).method == "a"
     assert choose({**scores, ("hindsight by=output", 0.5): wrong(0)}, FULL) == choose(scores, FULL)
@@ -61,6 +67,7 @@ def test_the_best_methods_are_those_with_the_best_mean_and_hindsight_is_the_last
     scores = {(f"m{place}", ratio): wrong(place) for place in range(10) for ratio in (0.5, 0.2)}
     for hindsight in ("hindsight", "hindsight by=output"):
         known = {(hindsight, ratio): wrong(0) for ratio in (0.5, 0.2)}
+        known |= {("blind", ratio): wrong(0) for ratio in (0.5, 0.2)}
         assert best_methods(scores | known) == [*(f"m{place}" for place in range(8)), hindsight]
 
 

@@ -16,6 +16,7 @@ import yaml
 from kvcompress import KVCompressError
 from lmms_eval_plugins import evaluate
 from lmms_eval_plugins.cells.results import read_cell as read
+from lmms_eval_plugins.leaderboard.checks import problems
 from lmms_eval_plugins.model.lm import KVCompressLM
 from lmms_eval_plugins.model.ranks import Dealt
 from tests.support.checkpoints import load_lm
@@ -131,6 +132,7 @@ def test_a_cell_has_the_files_of_an_lmms_eval_cell(finished):
     assert [sample["doc_id"] for sample in samples] == [0, 1, 2, 3, 4]
     assert all(sample["measurement"]["tokens_in"] > 100 for sample in samples)
     assert "exact_match" in (finished / "report.md").read_text()
+    assert problems(finished.parents[1]) == []
 
 
 def test_complete_cells_are_skipped(finished, tasks, checkpoint, monkeypatch, capsys):
