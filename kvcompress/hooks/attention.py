@@ -201,8 +201,8 @@ def with_bias(query: torch.Tensor, key: torch.Tensor, layer, scaling: float) -> 
     """Return queries and keys for a method that gives keys a bias: one more channel than the model's queries have."""
     if key.shape[3] == query.shape[3]:
         return query, key
-    if layer.is_whole:  # no key has one
-        return query, key[..., : query.shape[3]]
+    if layer.is_whole:  # no key has one; strides other than the model's would change the last bits of the products
+        return query, key[..., : query.shape[3]].contiguous()
     return torch.nn.functional.pad(query, (0, 1), value=1 / scaling), key
 
 
