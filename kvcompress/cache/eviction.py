@@ -41,7 +41,7 @@ def batch_key(memory: Memory) -> tuple:
 def evict_together(
     choice: Choice, memories: list[Memory], seen: list[int], kept: Kept, states: States, decoded: int
 ) -> Kept:
-    """Return what the decode budget leaves of several sequences, and store in their memories what later evictions need.
+    """Return what the decode budget leaves of several sequences; `note_left` stores what later evictions need.
 
     Args:
         seen: tokens of each sequence.
@@ -65,8 +65,16 @@ def evict_together(
     left = left_of(choice, batch, aligned, columns, states)
     if left.indices is aligned.indices:  # nothing was evicted
         return kept if left.sums is None else replace(kept, sums=left.sums)
+    return replace(left, indices=torch.where(left.indices < 0, -1, left.indices - shift))
+
+
+def note_left(memories: list[Memory], kept: Kept, left: Kept) -> None:
+    """Store in the sequences' memories what later evictions need of what was `left` of `kept`.
+
+    This is for after `left` has been stored, which may run out of memory, so that an eviction can be tried again."""
+    if left.indices is kept.indices:  # nothing was evicted
+        return
     for row, memory in enumerate(memories):
         for name in LASTING:
             value = getattr(left, name)
             setattr(memory, name, None if value is None else value[row : row + 1])
-    return replace(left, indices=torch.where(left.indices < 0, -1, left.indices - shift))

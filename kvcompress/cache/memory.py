@@ -170,7 +170,8 @@ class Memory:
         """Bytes of all buffers, including spare room, index and what is kept for later evictions."""
         tensors = [] if self.storage is None else self.storage.tensors()
         known = [part for part in (self.sums, self.noted, self.attended) if part is not None]
-        return sum(tensor.untyped_storage().nbytes() for tensor in [*tensors, *self.latest_queries, *known])
+        own = {id(tensor): tensor for tensor in [*tensors, *self.latest_queries, *known]}  # beams share quantized rows
+        return sum(tensor.untyped_storage().nbytes() for tensor in own.values())
 
     # -- a prompt
 

@@ -92,14 +92,16 @@ class KeptContexts:
         self.nbytes = 0
 
 
-def context_key(identity: object, cache: CompressedCache, given: list[Columns]) -> object:
+def context_key(identity: object, cache: CompressedCache, columns: int, given: list[Columns]) -> object:
     """Return a key that is equal for caches that keep the same entries of a context.
 
     Args:
         identity: the decoder in its present state.
+        columns: of the context, pads included.
         given: what identifies each row's tokens.
     """
     found = hashlib.sha256()
+    found.update(f"{columns}".encode())
     for part in (part for row in given for part in row):
         found.update(f"{part.dtype} {tuple(part.shape)} ".encode())
         found.update(part.detach().double().cpu().numpy().tobytes())

@@ -107,7 +107,7 @@ class PrefixCache:
         for row, length in enumerate(tokens.lengths):
             pads = tokens.columns - length
             given.append([*given_by(inputs, row, pads), *(part[row, pads:] for part in marks)])
-        key = context_key(identity, cache, given)
+        key = context_key(identity, cache, tokens.columns, given)
         if (known := self._contexts.find(key)) is not None:
             known.restore(cache)
             self._tree.reused_tokens += sum(tokens.lengths)

@@ -4,8 +4,9 @@ It only replaces the text model's attention function (see attention.py) and the 
 own forward, nothing is stored on its modules, and leaving the context restores it."""
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, NoReturn
 from weakref import WeakSet
@@ -130,6 +131,9 @@ class Session:
         self._forward_names = list(inspect.signature(self.model.forward).parameters)
         self._cache_name = next((name for name in NAMES if name in self._forward_names), CACHE)
         self._threads = Threads()
+        # A model with its own image positions has one offset for all threads: their `generate` takes turns.
+        self._has_offset = hasattr(self.model.base_model, "rope_deltas")
+        self._turns = threading.RLock() if self._has_offset else nullcontext()
         self._pass_hooks: list[RemovableHandle | ResumedPrompt] = []
         self._pieces: ResumedPrompt | None = None  # the prompt that is being prefilled in pieces
         self._replaced: WeakSet[DynamicCache] = WeakSet()  # caches that were given, and stay empty
@@ -183,8 +187,14 @@ class Session:
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         names = inspect.signature(generate).parameters
         check_whole_prompt(self.model, dict(zip(names, args, strict=False)) | kwargs)
-        self._continue_positions(cache_in(kwargs))  # `generate` counts positions before the first forward pass
-        return self._threads.generate(generate, *args, **kwargs)
+        was_inside = self._threads.has_this()
+        try:
+            with self._turns:
+                self._continue_positions(cache_in(kwargs))  # `generate` counts positions before the first forward pass
+                return self._threads.generate(generate, *args, **kwargs)
+        finally:
+            if not was_inside:  # Ctrl-C ends a pass without its hooks
+                self._threads.leave(self._end_pass)
 
     def _prepare_inputs(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Check the room of static shapes before each step of `generate`: a compiled step cannot."""
@@ -218,7 +228,7 @@ class Session:
         is_prompt = cache.start(batch, columns, ids, mask, grid)
         policy = cache.policy
         if not torch.compiler.is_compiling():
-            is_hooked = policy.hooks_prompts or self._prefixes.room > 0 or self._pieces is not None
+            is_hooked = policy.hooks_prompts or self._prefixes.room > 0 or self._pieces is not None or self._has_offset
             self._threads.enter((is_prompt and is_hooked) or policy.hooks_steps)
         self._end_pass()  # of an interrupted pass
         if is_prompt and policy.tokens is not None:
@@ -288,10 +298,12 @@ class Session:
         if cache.is_prompt:
             cache.rope_deltas = rope_deltas(self.model)
             self._choose(cache, output)
-        cache.end()
-        if not cache.is_prompt or not cache.policy.feeds_last_again:
+        feeds_again = cache.is_prompt and cache.policy.feeds_last_again
+        if feeds_again:
+            cache.forget_last()
+        cache.end()  # only now: until then, a cache that is left here is broken
+        if not feeds_again:
             return None
-        cache.forget_last()
         return self.model(**last_token(cache, kwargs), **{self._cache_name: cache})
 
     @contextmanager

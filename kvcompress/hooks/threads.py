@@ -14,6 +14,7 @@ class Threads:
     """The threads in a forward pass, only one of which at a time may have hooks on the model for its own pass."""
 
     def __init__(self):
+        self._lock = threading.Lock()
         self._inside: set[int] = set()
         self._alone: int | None = None  # the thread whose pass needs hooks of its own
         self._answer = threading.local()  # its `caches`: none or the cache of the `generate` that the thread is in
@@ -28,22 +29,25 @@ class Threads:
         Raises KVCompressError if other threads are in a pass and one of them needs hooks on the model, which would
         affect all."""
         thread = threading.get_ident()
-        if self._alone not in (None, thread) or (is_alone and self._inside - {thread}):
-            raise KVCompressError(
-                "two threads are in a forward pass of this model, and one of them changes the model during its pass, "
-                "as token methods, prefill_chunk= and methods that undo rotations or read twice do: take turns"
-            )
-        self._inside.add(thread)
-        if is_alone:
-            self._alone = thread
+        with self._lock:
+            if self._alone not in (None, thread) or (is_alone and self._inside - {thread}):
+                raise KVCompressError(
+                    "two threads are in a forward pass of this model, and one of them changes the model during its "
+                    "pass, as token methods, prefill_chunk= and methods that undo rotations or read twice do: take "
+                    "turns"
+                )
+            self._inside.add(thread)
+            if is_alone:
+                self._alone = thread
 
     def leave(self, end_pass: Callable[[], None]) -> None:
         """End this thread's forward pass, if `enter` registered one; `end_pass` removes the hooks of its own."""
         thread = threading.get_ident()
-        self._inside.discard(thread)
-        if self._alone == thread:
-            end_pass()
-            self._alone = None
+        with self._lock:
+            self._inside.discard(thread)
+            if self._alone == thread:
+                end_pass()
+                self._alone = None
 
     def generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `generate`, whose cache is the first that the thread passes to `answers_cache`."""

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
-from ..cache.eviction import batch_key, evict_together
+from ..cache.eviction import batch_key, evict_together, note_left
 from ..cache.layer import CompressedLayer, wrap_keys
 from ..cache.memory import Memory
 from ..cache.scope import States
@@ -88,6 +88,7 @@ class SlotLayer(DecodingLayer):
         self._pool_type = SlotPool if is_even else RaggedSlotPool
         self.storage: SlotPool | None = None
         self._memories: dict[int, Memory] = {}  # by slot, without the entries
+        self._attended: dict[int, torch.Tensor | None] = {}  # by slot, `Memory.attended` before the current step
         self._latest: torch.Tensor | None = None  # queries (slots, heads, window, head_dim), a ring buffer
         self._scaling, self._module = like.scaling, like.module
         self._features: torch.Tensor | None = None
@@ -222,6 +223,7 @@ class SlotLayer(DecodingLayer):
         slots.hidden = torch.zeros(len(slots.seen), capacity, dtype=torch.bool, device=queries.device)
         for slot, memory in self._memories.items():
             seen, entries = slots.held[slot] + 1, partial(self.storage.kept, [slot])
+            self._attended[slot] = memory.attended
             with own_dtypes(queries.device):
                 self._hiding.choose(memory, entries, seen, queries[slot : slot + 1], scaling)
             if self._hiding.hidden is not None:
@@ -230,8 +232,12 @@ class SlotLayer(DecodingLayer):
     def take_back(self) -> None:
         """Undo the current step, if it reached this layer."""
         self.storage.take_back(self._slots.steps)
+        for slot, attended in self._attended.items():
+            self._memories[slot].attended = attended
+        self._attended.clear()
 
     def count(self) -> None:
+        self._attended.clear()
         self.storage.steps = self._slots.steps  # compiled graphs do not count steps
         for memory in self._memories.values():
             memory.decoded += 1
@@ -263,6 +269,7 @@ class SlotLayer(DecodingLayer):
             self.storage = self.storage.resized(self.storage.slots, rows, {slot: slot for slot in self._memories})
         if left is not before:
             self.storage.place(slots, left, counts, room=0)
+        note_left(memories, before, left)
         for memory in memories:
             memory.decoded = 0
 

@@ -18,7 +18,7 @@ import torch
 from ..cache.cache import CompressedCache
 from ..cache_name import CACHE
 from ..device import device_of, on_device
-from ..errors import KVCompressError
+from ..errors import KVCompressError, one_line
 from .cache import SlotCache
 from .request import Answer, Request
 from .request_state import ConnectedModel, RequestState
@@ -87,12 +87,15 @@ class InFlight:
         self._next: RequestState | None = None  # the request that waits for a slot, its prompt compressed
         self._cache: SlotCache | None = None
         self._call: Callable = connected.model
+        self._error: str | None = None  # that ended the run
         self._answers = self._generate()
 
     def __iter__(self) -> Iterator[Answer]:
         return self
 
     def __next__(self) -> Answer:
+        if self._error is not None:
+            raise KVCompressError(f"these requests broke off ({self._error}): start with those that have no answer")
         while (answer := next(self._answers)) is None:
             pass
         return answer
@@ -111,7 +114,8 @@ class InFlight:
 
     @property
     def slots(self) -> int:
-        return self._last_slots if self._cache is None else self._cache.slots
+        cache = self._cache
+        return self._last_slots if cache is None else cache.slots
 
     @property
     def tokens(self) -> int:
@@ -122,7 +126,8 @@ class InFlight:
     @property
     def kv_bytes(self) -> int:
         """Bytes of all slots."""
-        return 0 if self._cache is None else self._cache.nbytes
+        cache = self._cache  # another thread may end the run meanwhile
+        return 0 if cache is None else cache.nbytes
 
     @property
     def peak_kv_bytes(self) -> int:
@@ -132,7 +137,15 @@ class InFlight:
     # -- the loop
 
     def _generate(self) -> Iterator[Answer | None]:
-        """Yield the answers, and None after each step."""
+        """Yield the answers, and None after each step. After an error the slots' memory is free."""
+        try:
+            yield from self._answered()
+        except BaseException as error:
+            self._error = one_line(f"{type(error).__name__}: {error}")
+            self._end()
+            raise
+
+    def _answered(self) -> Iterator[Answer | None]:
         self._began = time.perf_counter()
         while True:
             if not self._connected.is_connected():
@@ -149,9 +162,15 @@ class InFlight:
                 yield None
             elif self._next is not None:
                 yield self._too_large()
-            elif not is_prefilling:  # all is answered: the slots' memory is free, even if this object stays
-                self._peak_kv_bytes, self._last_slots, self._cache = self.peak_kv_bytes, self.slots, None
+            elif not is_prefilling:  # all is answered
+                self._end()
                 return
+
+    def _end(self) -> None:
+        """Free the slots' memory, even if this object stays."""
+        self._peak_kv_bytes, self._last_slots = self.peak_kv_bytes, self.slots
+        self._cache = self._next = self._prefilling = None
+        self._running.clear()
 
     def _next_request(self) -> RequestState | None:
         """Return the next request, None if there is none."""

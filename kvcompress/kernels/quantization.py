@@ -48,12 +48,12 @@ class Quantizer:
     def quantize(self, states: torch.Tensor) -> "Quantized":
         """`states` of any shape; groups run along the last dimension, then on through the others."""
         flat = states.reshape(-1)
-        rows = -(-flat.numel() // self.group_size)
+        rows = max(-(-flat.numel() // self.group_size), 1)  # also of nothing: backends divide by the rows
         rows = -(-rows // ROWS_PER_BYTE) * ROWS_PER_BYTE
         # The filler repeats the last number, so that it does not widen a group's range.
         padded = flat.new_empty(rows * self.group_size)
         padded[: flat.numel()] = flat
-        padded[flat.numel() :] = flat[-1:]
+        padded[flat.numel() :] = flat[-1:] if len(flat) else 0
         quantize, _ = _BACKENDS[self.backend]
         return Quantized(states.shape, quantize(padded.view(rows, self.group_size), self.bits), self, states.dtype)
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
 
 from ..cache.choice import Choice
-from ..cache.eviction import evict_together
+from ..cache.eviction import evict_together, note_left
 from ..cache.memory import Memory
 from ..cache.new_tokens import NewTokens
 from ..cache.phases import Prefill
@@ -284,6 +284,7 @@ class PagedCompressor:
         left = evict_together(choice, memories, group.seen, held, states, self.policy.decode_interval)
         if left.indices is not held.indices:
             self._put(choice, group.slots, left, group.kept)
+        note_left(memories, held, left)
         for row, (layer, entries) in enumerate(zip(layers, group.kept, strict=True)):
             layer.columns = left.indices[row, :, -entries:]
             layer.memory.sums = None if left.sums is None else left.sums[row : row + 1, :, -entries:]

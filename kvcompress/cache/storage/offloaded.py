@@ -166,11 +166,22 @@ class OffloadedStorage(Storage):
 
     def fork(self) -> "OffloadedStorage":
         twin = super().fork()
-        twin.fetched = twin._leaving = None
+        self.fetched = twin.fetched = twin._leaving = None
         return twin
+
+    def __getstate__(self) -> dict[str, object]:
+        """For copies: a stream and what it has under way stay behind."""
+        inner = self.inner  # waits for what is leaving the device
+        return {**vars(self), "_inner": inner, "_left": None, "fetched": None, "_leaving": None, "stream": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._pin()
 
     def select(self, rows: torch.Tensor) -> None:
         self.inner.select(rows.cpu())
+        self._pin()
         self.tail = [(keys[rows], values[rows]) for keys, values in self.tail]
         self.fetched = self._leaving = None
 

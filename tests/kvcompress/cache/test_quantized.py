@@ -65,6 +65,22 @@ def test_bytes_fall_with_the_bits(backend, bits):
     assert session.cache.nbytes == pytest.approx(numbers * bits / 8 + scales + residual, rel=0.02)
 
 
+@pytest.mark.parametrize("backend", PACKAGES)
+def test_a_row_that_holds_nothing_has_one_group(backend):
+    packed = Quantizer(backend, 4, 16).quantize(torch.empty(0, 16))
+    assert packed.dequantize().shape == (0, 16)
+
+
+def test_beams_share_the_bytes_of_quantized_rows():
+    inputs = FAMILIES["qwen2"].inputs(MODEL, [40])
+    with kvcompress.compress(MODEL, "knorm", 0.5, **EIGHT, kv_residual=1) as session:
+        generate(MODEL, inputs, 1)
+        memory = session.cache.compressed_layers[0].memory
+        before, blocks = memory.nbytes, sum(part.nbytes for part in memory.storage.blocks[0].tensors())
+        session.cache.batch_repeat_interleave(4)
+        assert memory.nbytes - before < blocks
+
+
 def test_entries_are_quantized_once(monkeypatch):
     quantized = []
     monkeypatch.setattr(

@@ -91,6 +91,14 @@ def test_a_context_of_one_token_is_known_again(family):
     assert prefixes.reused_tokens == 1 + 40 - ASKS
 
 
+def test_a_context_with_other_pads_is_another():
+    model, prefixes = QWEN2.build(), PrefixCache(gb=1)
+    inputs = QWEN2.inputs(model, [40])
+    padded = {name: torch.nn.functional.pad(part, (4, 0)) for name, part in inputs.items()}
+    for given in (inputs, padded):
+        assert_same(answer(model, given, "snapkv", prefixes), answer(model, given, "snapkv"), 1e-4)
+
+
 def test_a_cleared_cache_has_all_of_its_room():
     model, prefixes = QWEN2.build(), PrefixCache(gb=1)
     inputs = QWEN2.inputs(model, [63])

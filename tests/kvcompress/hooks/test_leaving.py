@@ -3,15 +3,20 @@
 import copy
 import gc
 import pickle
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 
 import pytest
 import torch
 
 import kvcompress
+from kvcompress.cache.memory import Memory
 from kvcompress.check.reference import generate
 from kvcompress.hooks.replacement import Replacement, wrapped
 from kvcompress.hooks.shared_prompt import SharedPrompt
+from kvcompress.hooks.threads import Threads
 from tests.support.families import FAMILIES
 from tests.support.learned_checkpoints import checkpoint_for
 from tests.support.snapshot import snapshot
@@ -119,6 +124,66 @@ def test_a_context_that_is_left_twice_or_was_never_entered_does_nothing_then(cas
     with session, pytest.raises(kvcompress.KVCompressError, match="already being compressed"), session:
         pass
     assert snapshot(model) == before
+
+
+def test_a_token_that_could_not_be_forgotten_leaves_a_cache_that_is_broken(answered, monkeypatch):
+    model, inputs, _ = answered
+    forget, calls = Memory.forget_last, iter(range(100))
+
+    def interrupt(self: Memory) -> None:
+        if next(calls) == 1:
+            raise Interruption
+        forget(self)
+
+    monkeypatch.setattr(Memory, "forget_last", interrupt)
+    with session_of(model, "fed again") as session:
+        with pytest.raises(Interruption):
+            generate(model, inputs, 2)
+        assert session.cache.is_broken
+
+
+@pytest.mark.parametrize("case", ["chunks", "second reading"])
+def test_after_an_interruption_inside_the_context_another_thread_may_generate(answered, case):
+    model, inputs, _ = answered
+
+    def interrupt(*args: object) -> None:
+        raise Interruption
+
+    hook = places(model)["last layer's output"].register_forward_pre_hook(interrupt)
+    with session_of(model, case) as session:
+        with pytest.raises(Interruption), hook:
+            model.generate(**inputs, max_new_tokens=2)
+        assert not session._threads.has_this()
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(model.generate, **inputs, max_new_tokens=2).result().shape[0] == 1
+
+
+def test_no_thread_enters_while_another_is_asking():
+    threads = Threads()
+
+    class Inside(set):
+        def add(self, thread: int) -> None:
+            other = Thread(target=lambda: entered.append(enters(threads)))
+            other.start()
+            other.join(0.2)  # it waits for this one, or it is through
+            super().add(thread)
+
+    entered: list[bool] = []
+    threads._inside = Inside()
+    threads.enter(is_alone=True)
+    deadline = time.monotonic() + 10
+    while not entered and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert entered == [False]
+
+
+def enters(threads: Threads) -> bool:
+    threads._inside = set(threads._inside)
+    try:
+        threads.enter(is_alone=False)
+    except kvcompress.KVCompressError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("case", CASES)

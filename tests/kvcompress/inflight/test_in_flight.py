@@ -16,6 +16,7 @@ from kvcompress import KVCompressError, Request
 from kvcompress.clusters.knorm import KnormKVCluster
 from kvcompress.hooks.resumed_prompt import ResumedPrompt
 from kvcompress.inflight import request_state
+from kvcompress.inflight.pool import SlotPool
 from kvcompress.tokens import TokenMethod
 from tests.support.answers import attending_by
 from tests.support.calibrations import calibration_of
@@ -23,6 +24,7 @@ from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES, MORE_FAMILIES
 from tests.support.in_flight import OutOfMemory, check_in_flight, tokens_alone, with_end
 from tests.support.strategies import METHODS, SOME_METHODS, TIED, cases
+from tests.support.token_methods import video_batch
 
 NEW = (4, 6, 1, 5, 2)
 EVICTING = {"decode_budget": 12, "decode_interval": 3}
@@ -371,6 +373,49 @@ def test_where_memory_does_not_suffice_the_slots_are_halved_and_no_token_changes
     memory.at = (memory.calls + 1,)
     with pytest.raises(torch.OutOfMemoryError):
         answers_of(model, requests, 4, **GREEDY, on_oom="raise")
+
+
+@pytest.mark.parametrize("options", [{"merge": "d2o"}, {"positions": "cache"}], ids=str)
+def test_an_eviction_that_ran_out_of_memory_is_tried_again_from_what_was_there(monkeypatch, options):
+    model, requests = requests_of("qwen2", lengths=[40, 23, 61, 35])
+    options, place, calls = {**EVICTING, **options}, SlotPool.place, iter(range(10**6))
+
+    def failing(self, slots, kept, counts, **room):  # by name: an eviction's, not a prompt's
+        if next(calls) == 3:
+            raise torch.OutOfMemoryError("no more")
+        place(self, slots, kept, counts, **room)
+
+    def routed(self, *args, **kwargs):
+        return (failing if kwargs else place)(self, *args, **kwargs)
+
+    expected = [tokens_alone(model, one, session_options=options, max_new_tokens=12) for one in requests]
+    monkeypatch.setattr(SlotPool, "place", routed)
+    found = answers_of(model, requests, 4, session_options=options, max_new_tokens=12)
+    assert next(calls) > 4
+    assert [answer.tokens.tolist() for answer in found] == expected
+
+
+def test_a_step_that_ran_out_of_memory_is_tried_again_with_the_attention_before_it(monkeypatch):
+    model, inputs, _ = video_batch("llava-onevision", [8])
+    options, memory = {"session_options": {"layer": 1}, "method": "dycoke", "ratio": 1.0}, OutOfMemory(4, 14)
+    target = "kvcompress.inflight.layer.SlotLayer.update"
+    expected = tokens_alone(model, inputs, max_new_tokens=8, **options)
+    monkeypatch.setattr(target, memory.failing(pkgutil.resolve_name(target)))
+    found = answers_of(model, [inputs] * 4, 4, max_new_tokens=8, **options)
+    assert [answer.tokens.tolist() for answer in found] == [expected] * 4
+
+
+def test_a_run_that_broke_off_says_so_again_and_holds_nothing(monkeypatch):
+    model, requests = requests_of("qwen2")
+    memory, target = OutOfMemory(8), "kvcompress.inflight.layer.SlotLayer.update"
+    monkeypatch.setattr(target, memory.failing(pkgutil.resolve_name(target)))
+    with kvcompress.compress(model, "snapkv", 0.3) as session:
+        run = session.generate_many(requests, slots=2, max_new_tokens=9, on_oom="raise")
+        with pytest.raises(torch.OutOfMemoryError):
+            list(run)
+        with pytest.raises(KVCompressError, match=r"these requests broke off \(OutOfMemoryError: no more\)"):
+            next(run)
+    assert run.kv_bytes == 0 < run.peak_kv_bytes
 
 
 @pytest.mark.parametrize("name", ["resize", "fill"])
