@@ -348,7 +348,7 @@ def test_the_lines_of_an_image_are_no_frames(name):
 
 
 @pytest.mark.parametrize("method", ["dycoke", "evs", "framefusion", "vidcom2"])
-@pytest.mark.parametrize("name", ["pixtral", "glm4v", "molmo2"])
+@pytest.mark.parametrize("name", ["pixtral", "glm4v", "molmo2", "llava-1.5", "smolvlm", "llava-next-video"])
 def test_dropping_frames_is_refused_where_a_prompt_does_not_tell_them(name, method):
     if name not in ALL_FAMILIES:
         pytest.skip("not in this transformers")

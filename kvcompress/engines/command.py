@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     this.add_argument("options", nargs="*", type=label, metavar="OPTION=VALUE", help="options of the method")
     this.add_argument("--engine", choices=ENGINES, required=True)
     this.add_argument("--tokens", type=whole(1), help="openvino: length of the prompts that RATIO is a part of")
-    this.add_argument("--block", type=whole(1, 4096), default=32, help="openvino: tokens of a block, 16 on a GPU (32)")
+    this.add_argument("--block", type=whole(1, 4096), help="openvino: tokens of a block, 16 on a GPU (32)")
     this.add_argument("--out", type=new_file, metavar="FILE", help="settings, NAME.json; for triattention NAME.pt")
     return this
 
@@ -28,6 +28,8 @@ def main(arguments: list[str]) -> None:
     """Run the command: print the settings and the differences, and write them if asked. Raises KVCompressError."""
     flags = parser().parse_intermixed_args(arguments)
     options = key_values(flags.options, ("method", "ratio"))
+    if flags.engine != "openvino" and (flags.tokens or flags.block):
+        raise KVCompressError(f"--engine {flags.engine} takes neither --tokens nor --block")
     wanted = ".json" if flags.engine == "openvino" else ".pt"
     if flags.out is not None and flags.out.suffix != wanted:
         raise KVCompressError(f"--out {str(flags.out)!r} does not end with {wanted}")
@@ -41,7 +43,7 @@ def main(arguments: list[str]) -> None:
     if flags.engine == "openvino":
         from . import openvino
 
-        found = openvino.export(policy, flags.tokens, flags.block)
+        found = openvino.export(policy, flags.tokens, flags.block or 32)
     else:
         from . import triattention
 

@@ -133,7 +133,7 @@ class Pruning:
             handles.append(layers[index].register_forward_hook(self._leave))
         for index in self.stages:
             if index and self.method.sees != "embeddings":
-                handles.append(self.cache.layers[index - 1].listen(self._listen))
+                handles.append(self.cache.layers[index - 1].listen(partial(self._listen, index)))
         return handles
 
     def _tokens(self, **known: Any) -> Tokens:
@@ -153,13 +153,14 @@ class Pruning:
         self._move_to(hidden.device)
         self.sight = self.look()
         with own_dtypes(hidden.device):
-            self.prepared = self._asked(self.method.prepare, self._tokens(hidden=hidden, budgets=self.counts))
+            tokens = self._tokens(hidden=hidden, budgets=self.stages[min(self.stages)])
+            self.prepared = self._asked(self.method.prepare, tokens)
 
-    def _listen(self, states: States, compress: Callable[[], None]) -> None:
-        """Score the tokens while the layer before a choice attends."""
+    def _listen(self, index: int, states: States, compress: Callable[[], None]) -> None:
+        """Score the tokens while the layer before the choice at layer `index` attends."""
         self._move_to(states.keys.device)
         attention = Attention(states.queries, states.keys, states.scaling)
-        self.scores = self._asked(self.method.score, self._tokens(attention=attention, budgets=self.counts))
+        self.scores = self._asked(self.method.score, self._tokens(attention=attention, budgets=self.stages[index]))
         compress()
 
     def _entering(self, index: int):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..device import own_dtypes
 from ..errors import KVCompressError
-from ..scoring.vision import vision_token_mask, writes_lines
+from ..scoring.vision import video_token_mask, vision_token_mask, writes_lines
 from ..tokens.base import TokenMethod, Tower
 from .replacement import Replacement, wrapped
 
@@ -66,15 +66,17 @@ class TowerRecorder:
 
     def take(self, input_ids: torch.Tensor) -> dict[str, Tower]:
         """Return the record as `tower` of `Tokens`, for a prompt (batch, columns); beam search repeats each row."""
-        images = vision_token_mask(self.model.config, input_ids)
+        images = video_token_mask(self.model.config, input_ids)  # encoded behind the images, which stay beside a video
+        is_video = self.method.sees == "video" and bool(images.any())
+        images = images if is_video else vision_token_mask(self.model.config, input_ids)
         packed, self.packed = self.packed, None
         tokens, given = int(images.sum()), 0 if packed is None else sum(packed.lengths)
         beams = tokens // given if given else 0
         if not beams or tokens != given * beams:
-            needed = "a video (no images)" if self.method.sees == "video" else "images (no video)"
+            kind, needed = ("video", "a video") if self.method.sees == "video" else ("vision", "images (no video)")
             raise KVCompressError(
-                f"the prompt has {tokens} vision tokens and the vision tower encoded images for {given}: the method "
-                f"needs {needed}, encoded in the same kvcompress.compress(...)"
+                f"the prompt has {tokens} {kind} tokens and the vision tower encoded {given}: the method needs "
+                f"{needed}, encoded in the same kvcompress.compress(...)"
             )
         first = images[::beams]
 

@@ -10,18 +10,18 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import KVCompressError
-from ..scoring.vision import vision_token_mask, writes_lines
+from ..scoring.vision import grid_sizes, pooled_frame, video_token_mask, vision_token_mask, writes_lines
 from .replacement import Replacement, wrapped
 
 # Models that write the frames of a video with image tokens.
-FRAMES_AS_IMAGES = ("glm4v", "glm4v_moe", "glm46v", "molmo2")
+FRAMES_AS_IMAGES = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "molmo2")
 
 
 class FrameRecorder:
     """Records how many frames and tokens each video has whenever the model encodes videos.
 
-    A model that takes a video's frames as images (InternVL) does not say which images are frames; those of a row with
-    as many tokens as its first image count as frames.
+    InternVL takes a video's frames as images and does not say which images are frames; those of a row with as many
+    tokens as its first image count as frames.
 
     Attributes:
         videos: (frames, tokens per frame, tokens after the last frame) of each encoded video.
@@ -31,7 +31,7 @@ class FrameRecorder:
     def __init__(self, model: PreTrainedModel):
         self.model, self.videos, self.grids = model.base_model, [], None
         encode = getattr(self.model, "get_video_features", None)
-        self.frames_are_images = encode is None
+        self.frames_are_images = encode is None and model.config.model_type == "internvl"
         self.has_grid = encode is not None and "video_grid_thw" in inspect.signature(encode).parameters
         self.is_pooled = model.config.model_type == "llava_onevision"
 
@@ -47,20 +47,21 @@ class FrameRecorder:
         `generate` does not pass it to the model if it encoded the videos before."""
         if self.grids is None or input_ids is None:
             return None
-        rows = self._by_row(self._is_video(input_ids))
+        rows = self._by_row(video_token_mask(self.model.config, input_ids))
         return None if rows is None else self.grids[[video for row in rows for video in row]]
 
     def take(self, input_ids: torch.Tensor) -> dict[str, list[list[torch.Tensor]]]:
         """Return the `frames` of `Tokens` for a prompt (batch, columns). Raises KVCompressError if they are unknown."""
         config = self.model.config
-        if writes_lines(config) or config.model_type in FRAMES_AS_IMAGES:
-            raise KVCompressError(
-                f"the frames of a video are unknown in a {config.model_type} model, whose prompts do not distinguish "
-                "them from images or lines of images"
-            )
         if self.frames_are_images:
-            return {"frames": [_equal_spans(row) for row in vision_token_mask(self.model.config, input_ids)]}
-        is_video = self._is_video(input_ids)
+            return {"frames": [_equal_spans(row) for row in vision_token_mask(config, input_ids)]}
+        is_known = self.has_grid or self.is_pooled
+        if writes_lines(config) or config.model_type in FRAMES_AS_IMAGES or not is_known:
+            raise KVCompressError(
+                f"the frames of a video are unknown in a {config.model_type} model: it has none, does not tell them "
+                "from images or lines of images, or lays them out in a way of its own"
+            )
+        is_video = video_token_mask(config, input_ids)
         rows = self._by_row(is_video)
         if rows is None:
             raise KVCompressError(
@@ -75,10 +76,6 @@ class FrameRecorder:
                 columns = columns[count * size + rest :]
             frames.append(of_row)
         return {"frames": frames}
-
-    def _is_video(self, input_ids: torch.Tensor) -> torch.Tensor:
-        config = self.model.config
-        return input_ids == getattr(config, "video_token_id", getattr(config, "video_token_index", None))
 
     def _by_row(self, is_video: torch.Tensor) -> list[list[int]] | None:
         """Return the encoded videos of each row of a prompt (batch, columns); None if they are not the prompt's.
@@ -100,14 +97,12 @@ class FrameRecorder:
 
     def _encoding(self, encode: Callable, *args, **kwargs):
         given = inspect.signature(encode).bind(*args, **kwargs).arguments
-        vision = self.model.config.vision_config
-        if self.has_grid:  # frames, and rows and columns of patches
-            self.grids, merged = given["video_grid_thw"], vision.spatial_merge_size**2
-            self.videos = [(frames, height * width // merged, 0) for frames, height, width in self.grids.tolist()]
-        else:  # videos of equal length, patches pooled 2 x 2, a newline at the end of each video
+        if self.has_grid:
+            self.grids = given["video_grid_thw"]
+            self.videos = [(frames, size, 0) for frames, size in grid_sizes(self.model.config, self.grids)]
+        else:  # videos of equal length, a newline at the end of each
             videos, frames = next(iter(given.values())).shape[:2]  # of the pixels, an argument that was renamed
-            side = vision.image_size // vision.patch_size
-            self.videos = [(frames, ((side + 1) // 2) ** 2, 1)] * videos
+            self.videos = [(frames, pooled_frame(self.model.config), 1)] * videos
         return encode(*args, **kwargs)
 
 

@@ -26,6 +26,12 @@ def vision_token_mask(config: "PreTrainedConfig", input_ids: torch.Tensor) -> to
     return torch.isin(input_ids, on_device(vision_token_ids(config), input_ids.device, input_ids.dtype))
 
 
+def video_token_mask(config: "PreTrainedConfig", input_ids: torch.Tensor) -> torch.Tensor:
+    """Return bool (batch, columns), True at the tokens of videos that are not written as images."""
+    ids = [value for name in VIDEO_ID_NAMES if (value := getattr(config, name, None)) is not None]
+    return torch.isin(input_ids, on_device(ids, input_ids.device, input_ids.dtype))
+
+
 def frame_tokens(
     config: "PreTrainedConfig", input_ids: torch.Tensor, video_grid_thw: torch.Tensor | None
 ) -> tuple[int, ...]:
@@ -38,11 +44,9 @@ def frame_tokens(
     write an image as several spans (Pixtral, Mistral 3, Molmo 2).
     """
     vision = vision_token_mask(config, input_ids)
-    video_ids = [value for name in VIDEO_ID_NAMES if (value := getattr(config, name, None)) is not None]
-    is_video = torch.isin(input_ids, torch.tensor(video_ids, dtype=input_ids.dtype))
-    videos = [] if video_grid_thw is None else _grid_sizes(config, video_grid_thw)
+    videos = [] if video_grid_thw is None else grid_sizes(config, video_grid_thw)
     result = []
-    for row, of_video in zip(vision, is_video.sum(1).tolist(), strict=True):
+    for row, of_video in zip(vision, video_token_mask(config, input_ids).sum(1).tolist(), strict=True):
         kinds, lengths = row.unique_consecutive(return_counts=True)
         spans, sizes, left = lengths[kinds].tolist(), set(), of_video
         while left > 0 and videos:
@@ -54,10 +58,10 @@ def frame_tokens(
         elif config.model_type == "gemma4":
             sizes = set(spans)
         elif config.model_type in ("llava_onevision", "llava_next_video") and len(spans) == 1:
-            side = config.vision_config.image_size // config.vision_config.patch_size
             if config.model_type == "llava_onevision":
-                sizes = {((side + 1) // 2) ** 2}  # pooled 2 x 2, the last row and column too
+                sizes = {pooled_frame(config)}
             else:
+                side = config.vision_config.image_size // config.vision_config.patch_size
                 sizes = {(side // config.spatial_pool_stride) ** 2}
         result.append(sizes.pop() if len(sizes) == 1 else 0)
     return tuple(result)
@@ -68,10 +72,20 @@ def writes_lines(config: "PreTrainedConfig") -> bool:
     return getattr(getattr(config, "vision_config", None), "model_type", None) == "pixtral"
 
 
-def _grid_sizes(config: "PreTrainedConfig", video_grid_thw: torch.Tensor) -> list[tuple[int, int]]:
-    """Return the number of frames and the tokens per frame of each video."""
-    merged = config.vision_config.spatial_merge_size**2
-    return [(frames, height * width // merged) for frames, height, width in video_grid_thw.tolist()]
+def grid_sizes(config: "PreTrainedConfig", video_grid_thw: torch.Tensor) -> list[tuple[int, int]]:
+    """Return the number of frames and the tokens per frame of each video; empty if the config does not say how many
+    patches become one token (VideoLLaMA 3)."""
+    merged = getattr(config.vision_config, "spatial_merge_size", None)
+    if merged is None:
+        return []
+    return [(frames, height * width // merged**2) for frames, height, width in video_grid_thw.tolist()]
+
+
+def pooled_frame(config: "PreTrainedConfig") -> int:
+    """Return the tokens of a video's frame in LLaVA-OneVision, which pools patches 2 x 2, the last row and column
+    too."""
+    side = config.vision_config.image_size // config.vision_config.patch_size
+    return ((side + 1) // 2) ** 2
 
 
 def observer_queries(view: LayerView, keys: torch.Tensor) -> torch.Tensor:

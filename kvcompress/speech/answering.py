@@ -28,7 +28,7 @@ from ..errors import KVCompressError, loading, unknown_name
 from ..measure import TokenTimes
 from .kinds import PARTS
 from .overlapped import FEWEST_TEXT_TOKENS, generate_overlapped
-from .streaming import Window, stream
+from .streaming import Window, known_speaker, stream
 
 MODEL_TYPE = "qwen2_5_omni"
 SAMPLING_RATE = 24_000  # from the model card; the config does not have it
@@ -204,7 +204,7 @@ def answer(
             **_for_thinker_only(inputs),
             **{f"thinker_{name}": value for name, value in for_thinker.items()},
             **{f"talker_{name}": value for name, value in for_talker.items()},
-            "speaker": _speaker(model, speaker),
+            "speaker": known_speaker(model, speaker),
         }
         if window is None:
             source = _in_one_piece(model, overlap, given)
@@ -273,11 +273,3 @@ def _for_thinker_only(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     """Prefix pixels for the thinker: transformers 5.23 also passes them to the talker, which rejects them."""
     pixels = ("pixel_values", "pixel_values_videos")
     return {f"thinker_{name}" if name in pixels else name: value for name, value in inputs.items()}
-
-
-def _speaker(model: Qwen2_5OmniForConditionalGeneration, name: str | None) -> str:
-    if name is None:
-        return next(iter(model.speaker_map))
-    if name not in model.speaker_map:
-        raise unknown_name("there is no speaker", name, model.speaker_map)
-    return name

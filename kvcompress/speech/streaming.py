@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel, Qwen2_5OmniForConditionalGeneration, StoppingCriteriaList
 
-from ..errors import KVCompressError
+from ..errors import KVCompressError, unknown_name
 from ..hooks.replacement import Replacement
 from .overlapped import EachToken, generate_overlapped
 
@@ -197,6 +197,15 @@ class SoundStream:
         return sound
 
 
+def known_speaker(model: Qwen2_5OmniForConditionalGeneration, name: str | None) -> str:
+    """Return a speaker's name, the first one for None. Raises KVCompressError for a name that the model lacks."""
+    if name is None:
+        return next(iter(model.speaker_map))
+    if name not in model.speaker_map:
+        raise unknown_name("there is no speaker", name, model.speaker_map)
+    return name
+
+
 def stream(
     model: Qwen2_5OmniForConditionalGeneration,
     speaker: str,
@@ -225,7 +234,7 @@ def stream(
     Returns:
         the first result of `generate`: LongTensor (1, tokens), the prompt and the text.
     """
-    voice = model.speaker_map[speaker]
+    voice = model.speaker_map[known_speaker(model, speaker)]
     if model.token2wav.dtype != torch.float:
         model.token2wav.float()  # `generate` would do this, but while we read it
     sound = SoundStream(model.token2wav, voice["cond"], voice["ref_mel"], window, seed)

@@ -163,9 +163,10 @@ class TokenMethod(Method, ABC):
         A serving engine encodes pictures and videos one by one, apart from the prompt."""
         return False
 
-    @abstractmethod
     def layers(self, num_layers: int) -> list[int]:
-        """Return the decoder layers before which tokens are dropped, ascending; 0 means before the language model."""
+        """Return the decoder layers before which tokens are dropped, ascending; 0, the default, means before the
+        language model."""
+        return [0]
 
     def budgets(self, kept: int, vision_tokens: int, num_layers: int) -> list[int]:
         """Return the vision tokens kept from each of `layers` on, if `kept` of `vision_tokens` are asked for."""
@@ -241,8 +242,8 @@ def at_depth(layer: int, num_layers: int) -> int:
     return min(max(math.floor(layer * num_layers / 32 + 0.5), 1), num_layers - 1)
 
 
-def checked_layer(method: str, layer: int, num_layers: int) -> int:
-    """Return `layer`, an option of `method`; KVCompressError if the model has no such layer."""
+def checked_layer(method: str, layer: int, num_layers: int, option: str = "layer") -> int:
+    """Return `layer`, the value of an `option` of `method`; KVCompressError if the model has no such layer."""
     if layer >= num_layers:
-        raise KVCompressError(f"{method}: layer={layer} is not below the model's {num_layers} layers")
+        raise KVCompressError(f"{method}: {option}={layer} is not below the model's {num_layers} layers")
     return layer

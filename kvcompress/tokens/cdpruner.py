@@ -38,9 +38,6 @@ class CDPruner(TokenMethod):
     def reads_prompt(self) -> bool:
         return self.relevance != "none"
 
-    def layers(self, num_layers: int) -> list[int]:
-        return [0]
-
     def score(self, tokens: Tokens) -> torch.Tensor:
         """Score tokens by the order in which they are chosen, the rest below 0 by relevance."""
         scores = torch.zeros(tokens.vision.shape, dtype=torch.float32, device=tokens.vision.device)

@@ -23,9 +23,6 @@ class DivPrune(TokenMethod):
     presets: ClassVar[dict[str, dict[str, object]]] = {"image": {"ratio": 0.098}, "video": {"ratio": 0.1}}  # tflops.py
     sees: ClassVar[Sees] = "embeddings"
 
-    def layers(self, num_layers: int) -> list[int]:
-        return [0]
-
     def score(self, tokens: Tokens) -> torch.Tensor:
         """Score tokens by the order in which they are chosen, the first highest."""
         scores = torch.zeros(tokens.vision.shape, dtype=torch.float32, device=tokens.vision.device)
@@ -49,5 +46,5 @@ def farthest_first(states: torch.Tensor, count: int) -> torch.Tensor:
         farthest = chosen[step] = apart.argmax()
         distances = 1 - states @ states[farthest]
         apart = torch.minimum(apart, distances) if step else distances
-        apart[chosen[: step + 1]] = -torch.inf
+        apart[farthest] = -torch.inf
     return chosen

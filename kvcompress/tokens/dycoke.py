@@ -52,9 +52,6 @@ class DyCoke(TokenMethod):
     spares_third: ClassVar[bool] = True  # in the last four frames
     by_variant: ClassVar[dict[str, dict[str, object]]] = {"paper": {"spares_third": False}}
 
-    def layers(self, num_layers: int) -> list[int]:
-        return [0]
-
     def hides_from(self, num_layers: int) -> int | None:
         if not self.decode_drop:
             return None
@@ -104,4 +101,4 @@ class DyCoke(TokenMethod):
             shares = allocate(sizes, budget - fixed, max(sizes)) if sizes else []
             for columns, share in zip(later, shares, strict=True):
                 chosen[row, columns[scores[row, columns].topk(share).indices]] = True
-        return chosen, tokens.hidden
+        return tokens.best(chosen.float()), tokens.hidden

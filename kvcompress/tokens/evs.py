@@ -27,9 +27,6 @@ class EVS(TokenMethod):
     presets: ClassVar[dict[str, dict[str, object]]] = {"q70": {"ratio": 0.3}}  # Nemotron Nano V2 VL was trained with it
     sees: ClassVar[Sees] = "frames"
 
-    def layers(self, num_layers: int) -> list[int]:
-        return [0]
-
     def score(self, tokens: Tokens) -> torch.Tensor:
         """Score tokens by their difference from the previous frame; +inf for first frames, newlines and images."""
         scores = torch.full(tokens.vision.shape, float("inf"), device=tokens.vision.device)

@@ -45,9 +45,6 @@ class FastVID(TokenMethod):
     }
     sees: ClassVar[Sees] = "video"
 
-    def layers(self, num_layers: int) -> list[int]:
-        return [0]
-
     def received(self, queries: torch.Tensor, keys: torch.Tensor, has_class: bool) -> torch.Tensor:
         return received_attention(queries if has_class else queries.float().mean(0, keepdim=True), keys, has_class)
 

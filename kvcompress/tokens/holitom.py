@@ -10,11 +10,9 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 
-from ..errors import KVCompressError
 from ..methods import register_method
 from ..scoring.density import density_peaks
-from ..scoring.windows import window_attention
-from .base import Sees, TokenMethod, Tokens
+from .base import Sees, TokenMethod, Tokens, checked_layer
 
 NEIGHBOURS = 7  # of a token, by which its density is measured
 
@@ -58,22 +56,15 @@ class HoliTom(TokenMethod):
     def layers(self, num_layers: int) -> list[int]:
         if self.inner_layer is None:
             return [0]
-        if self.inner_layer >= num_layers:
-            raise KVCompressError(
-                f"holitom: inner_layer={self.inner_layer} is not below the model's {num_layers} layers"
-            )
-        return [0, self.inner_layer]
+        return [0, checked_layer("holitom", self.inner_layer, num_layers, "inner_layer")]
 
     def budgets(self, kept: int, vision_tokens: int, num_layers: int) -> list[int]:
         inner = kept if kept in (0, vision_tokens) else max(round(kept * (1 - self.inner_drop)), 1)
         return [kept, inner][: len(self.layers(num_layers))]
 
     def score(self, tokens: Tokens) -> torch.Tensor:
-        attention = tokens.attention
-        if attention is None:  # before the first layer
-            return tokens.tower.received
-        weights = window_attention(attention.queries, attention.keys, 1, attention.scaling, tokens.padding)
-        return weights[..., 0, :].mean((1, 2))
+        is_first = tokens.attention is None  # before the first layer
+        return tokens.tower.received if is_first else tokens.last_attention()
 
     def choose(self, scores: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         if len(tokens.counts[0]) > 1:

@@ -49,9 +49,6 @@ class PruMergePlus(TokenMethod):
     def sets_budgets(self) -> bool:
         return self.count == "outliers"
 
-    def layers(self, num_layers: int) -> list[int]:
-        return [0]
-
     def received(self, queries: torch.Tensor, keys: torch.Tensor, has_class: bool) -> torch.Tensor:
         if self.of_variant("joins_heads"):
             queries, keys = (states.flatten(1)[:, None] for states in (queries, keys))
@@ -70,6 +67,8 @@ class PruMergePlus(TokenMethod):
                 ranks[row, patches[best]], counts[row] = float("inf"), len(best)
         chosen = tokens.best(ranks, counts)
         for row, budget in enumerate(tokens.budgets):
+            if budget == int(tokens.vision[row].sum()) and not self.sets_budgets:
+                continue  # all of the row stays, as if it were alone
             kept, dropped = ((is_patch[row] & side).nonzero()[:, 0] for side in (chosen[row], ~chosen[row]))
             if len(kept) and self.neighbours:
                 hidden[row, kept] = self._with_nearest(scores[row], kept, tokens.tower, row).to(hidden)

@@ -27,9 +27,6 @@ class RandomTokens(TokenMethod):
     def reads_prompt(self) -> bool:
         return True  # its checksum seeds the draw
 
-    def layers(self, num_layers: int) -> list[int]:
-        return [0]
-
     def score(self, tokens: Tokens) -> torch.Tensor:
         scores = torch.zeros(tokens.vision.shape, dtype=torch.float32)
         for row, (vision, row_seed) in enumerate(zip(tokens.vision.cpu(), tokens.row_seeds, strict=True)):

@@ -33,9 +33,6 @@ class VidCom2(TokenMethod):
     presets: ClassVar[dict[str, dict[str, object]]] = {"r25": {"ratio": 0.25}}
     sees: ClassVar[Sees] = "frames"
 
-    def layers(self, num_layers: int) -> list[int]:
-        return [0]
-
     def score(self, tokens: Tokens) -> torch.Tensor:
         """Score the tokens of frames 1 if they stay and 0 if not; +inf for newlines and images."""
         scores = torch.full(tokens.vision.shape, float("inf"), device=tokens.vision.device)

@@ -41,9 +41,6 @@ class VisionZip(TokenMethod):
     }
     sees: ClassVar[Sees] = "tower"
 
-    def layers(self, num_layers: int) -> list[int]:
-        return [0]
-
     def score(self, tokens: Tokens) -> torch.Tensor:
         return tokens.tower.received
 

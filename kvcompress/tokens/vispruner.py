@@ -37,9 +37,6 @@ class VisPruner(TokenMethod):
     }
     sees: ClassVar[Sees] = "tower"
 
-    def layers(self, num_layers: int) -> list[int]:
-        return [0]
-
     def score(self, tokens: Tokens) -> torch.Tensor:
         return tokens.tower.received
 
@@ -60,9 +57,10 @@ def distinct(features: torch.Tensor, places: torch.Tensor, count: int) -> torch.
     """Return `count` of the places, dropping duplicates by their features (tokens, size), which have length 1."""
     if not count:
         return places[:0]
-    while (more := len(places) - count) > 0:
-        some, others = places[::2], places[1::2]
-        likeness = torch.cat([(features[part] @ features[others].T).amax(1) for part in some.split(1024)])
-        order = likeness.argsort(descending=True, stable=True)
-        places = torch.cat([some[order[min(AT_ONCE, more) :]], others])
-    return places
+    alike = features[places] @ features[places].T  # once: there are many rounds
+    left = torch.arange(len(places), device=places.device)
+    while (more := len(left) - count) > 0:
+        some, others = left[::2], left[1::2]
+        order = alike[some[:, None], others].amax(1).argsort(descending=True, stable=True)
+        left = torch.cat([some[order[min(AT_ONCE, more) :]], others])
+    return places[left]

@@ -3,6 +3,7 @@ papers' formulas. Batches are padded on the left; vision tokens stand anywhere, 
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -432,6 +433,13 @@ def test_frames_are_found_by_grid_config_or_equal_spans(family, ids, grid, expec
     grid = None if grid is None else torch.tensor(grid)
     assert frame_tokens(config, torch.tensor([ids]), grid) == (expected,)
     assert frame_tokens(config, torch.tensor([ids, [T] * len(ids)]), grid) == (expected, 0)
+
+
+def test_where_the_config_does_not_say_how_patches_become_tokens_frames_are_unknown_not_an_error():
+    config = SimpleNamespace(
+        video_token_id=V, image_token_id=I, vision_config=SimpleNamespace(), model_type="video_llama_3"
+    )
+    assert frame_tokens(config, torch.tensor([[T, *[V] * 12]]), torch.tensor([[3, 4, 4]])) == (0,)
 
 
 def test_each_row_has_the_frames_of_its_own_videos():

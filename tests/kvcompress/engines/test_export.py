@@ -233,6 +233,7 @@ def test_a_calibration_of_partly_rotated_heads_has_no_place_in_the_file(tmp_path
         ("--engine tensorrt-llm", "--engine tensorrt-llm needs --out NAME.pt for the calibration"),
         ("--engine tensorrt-llm --out x.json", "--out 'x.json' does not end with .pt"),
         ("--engine openvino --out x.pt", "--out 'x.pt' does not end with .json"),
+        ("--engine tensorrt-llm --tokens 9 --out x.pt", "--engine tensorrt-llm takes neither --tokens nor --block"),
     ],
 )
 def test_an_engine_has_a_file_of_its_own_kind(flags, message, capsys):

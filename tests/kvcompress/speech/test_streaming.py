@@ -156,6 +156,11 @@ def test_the_first_block_is_there_while_the_talker_writes_and_closing_ends_the_a
     assert vars(model.token2wav)["forward"] is before
 
 
+def test_an_unknown_speaker_is_one_line(omni, hello):
+    with pytest.raises(KVCompressError, match="there is no speaker 'Nobody'"):
+        next(stream(omni[0], "Nobody", **hello))
+
+
 def test_what_fails_in_an_answer_is_raised(omni, hello):
     with pytest.raises(ValueError, match="no_such_setting"):
         next(stream(omni[0], "Chelsie", **hello, thinker_no_such_setting=1))

@@ -10,6 +10,7 @@ from kvcompress.check.reference import generate
 from kvcompress.tokens import Tokens
 from kvcompress.tokens.cdpruner import most_diverse
 from kvcompress.tokens.divprune import farthest_first
+from kvcompress.tokens.vispruner import distinct
 from tests.support.examples import paired
 from tests.support.families import VLM_FAMILIES
 from tests.support.token_methods import LENGTHS, as_hidden, batch, budget, entering, vision_of
@@ -92,6 +93,21 @@ def test_where_the_rank_is_used_up_relevance_decides():
     order = (states @ asked.T).mean(1).argsort(descending=True).tolist()
     then = itertools.islice((i for i in order if i not in first), 5)
     assert (chosen[0].nonzero()[:, 0] - 5).tolist() == sorted([*first, *then])
+
+
+@pytest.mark.parametrize("count", [0, 1, 20, 61])
+def test_duplicates_are_dropped_round_by_round(count):
+    features = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    features = torch.nn.functional.normalize(features.double(), dim=-1)
+    places = torch.arange(1, 63)
+    left = places.tolist()
+    while count and len(left) > count:
+        some, others = left[::2], left[1::2]
+        alike = [max(float(features[a] @ features[b]) for b in others) for a in some]
+        worst = sorted(range(len(some)), key=lambda i: -alike[i])[: min(8, len(left) - count)]
+        kept = sorted(set(range(len(some))) - set(worst), key=lambda i: -alike[i])
+        left = [*(some[i] for i in kept), *others]
+    assert distinct(features, places, count).tolist() == (left if count else [])
 
 
 def test_equal_tokens_are_chosen_once_and_counts_are_exact():

@@ -250,6 +250,48 @@ def test_the_last_token_stays_also_where_it_is_a_vision_token():
     assert int(vision_of(inputs)[0, kept_columns(session.cache)[3][0][:-1]].sum()) == 1
 
 
+def test_the_last_token_stays_where_it_is_of_a_frame_that_loses_tokens():
+    model, inputs, ((*_, last),) = video_batch("qwen2-vl", [4])
+    end = int(last[-1]) + 1
+    shape = inputs["input_ids"].shape
+    cut = {name: part[:, :end] if part.shape == shape else part for name, part in inputs.items()}
+    for seed in range(3):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model.get_input_embeddings().weight.data.normal_()
+            cut["pixel_values_videos"] = torch.randn_like(cut["pixel_values_videos"])
+        with kvcompress.compress(model, "dycoke", 0.6, decode_drop=0) as session:
+            generate(model, cut, 1)
+        assert end - 1 in kept_columns(session.cache)[0][0]
+
+
+def test_a_row_whose_whole_budget_fits_is_left_as_it_is():
+    model, inputs = batch("llava-onevision")  # 14, 14, 10 and 0 vision tokens
+    assert_rows_as_alone(model, "llava-onevision", inputs, "prumerge+", None, budget=12)
+
+
+@dataclass(frozen=True)
+class Counts(kvcompress.list_methods()["divprune"].cls):
+    """Notes the budgets that it is told."""
+
+    def prepare(self, tokens):
+        self.seen.append(tokens.budgets)
+
+    def score(self, tokens):
+        self.seen.append(tokens.budgets)
+        return torch.zeros(tokens.vision.shape)
+
+
+@pytest.mark.parametrize("sees", ["embeddings", "attention"])
+def test_a_method_is_told_how_many_tokens_stay(sees, registry):
+    more = {"seen": [], "sees": sees, "layers": lambda self, num_layers: [int(sees == "attention")]}
+    kvcompress.register_method("counts")(cls := dataclass(frozen=True)(type("Own", (Counts,), more)))
+    model, inputs = batch("llava-onevision", [60, 41], [1, 2])
+    with kvcompress.compress(model, "counts", 0.3):
+        generate(model, inputs, 1)
+    assert cls.seen == [[4, 3]] * 2
+
+
 @pytest.mark.parametrize("given", [lambda vision: None, lambda vision: vision[:, 1:], lambda vision: vision[..., None]])
 def test_scores_of_another_shape_or_kind_are_one_line(given):
     method, vision = kvcompress.list_methods()["fastv"].cls(), torch.ones(2, 9, dtype=torch.bool)

@@ -106,6 +106,21 @@ def test_ratio_one_runs_as_the_full_model(method):
     assert torch.equal(logits, expected)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_an_image_beside_the_video_stays_and_counts(method):
+    model, inputs, _ = video_prompts([5])
+    image = [1] * (2 * SIDE * SIDE + SIDE)  # the whole, and one tile with a newline after each line
+    ids = torch.cat([torch.tensor([[9, *image]]), inputs["input_ids"]], 1)
+    inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids), "image_sizes": torch.tensor([[4 * SIDE] * 2])}
+    inputs["pixel_values"] = torch.randn(1, 2, 3, 4 * SIDE, 4 * SIDE, generator=torch.Generator().manual_seed(0))
+    with kvcompress.compress(model, method, 0.8) as session:
+        generate(model, inputs, 1)
+    (kept,) = kept_columns(session.cache)[0]
+    assert set(range(1, 1 + len(image))) <= set(kept)
+    shown = len(image) + FRAMES * PER_FRAME + 1
+    assert sum(int(ids[0, c]) in (1, 2) for c in kept if c < ids.shape[1]) == budget(0.8, shown)
+
+
 def test_fastvid_fills_an_anchor_that_has_no_room_with_salient_tokens_of_the_other_frames():
     model, inputs, of_frames = video_prompts([5])
     options = {"segments": 1, "similarity": -1.0, "contextual": 1.0, "anchor_interval": FRAMES}
