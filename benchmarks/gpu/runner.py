@@ -51,7 +51,7 @@ class Stage:
                 self.add(cell, {"command": command, "state": "left out"}, keep=True)
                 continue
             print(f"== {self.name} {cell.name}: at most {min(left, cell.seconds):.0f} s", file=sys.stderr, flush=True)
-            if force:
+            if force or before.get("command") != command:  # what another command wrote is not this one's result
                 self.part(cell).unlink(missing_ok=True)
             self.add(cell, {"command": command, **self.measure(cell, min(left, cell.seconds))})
 

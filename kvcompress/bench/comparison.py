@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 from contextlib import ExitStack
 from importlib.util import find_spec
 from itertools import groupby
@@ -57,11 +58,11 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
         **about(["kvcompress", "bench", *arguments], settings, where),
         "weight_bytes": sum(weight.nbytes for weight in model.parameters()),
         "weight_bytes_read": weight_bytes_read(model),
-        "largest_batch_note": note(given),
     }
-    results = Results(given.out.with_suffix(".json"), content, given.resume)
+    results, end = Results(given.out.with_suffix(".json"), content, given.resume), time.monotonic() + 60 * given.minutes
     if given.largest_batch:  # before another process takes memory
-        find_largest(results, [Ours(model, method) for method in methods if not method.is_static], given)
+        find_largest(results, [Ours(model, method) for method in methods if not method.is_static], given, end)
+    results.content["largest_batch_note"] = note(given.memory_limit, bool(results.content["largest"]))
     with ExitStack() as stack:
         process = None
         if given.kvpress_python:
@@ -75,7 +76,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
         contenders = make_contenders(model, methods, given.peers, given.compile, process)
         how = (given.new, given.clock, given.one_prompt)
         workloads = [Workload(length, batch, *how) for length in given.lengths for batch in given.batches]
-        measure_grid(results, contenders, workloads, given.repeats, where, 60 * given.minutes)
+        measure_grid(results, contenders, workloads, given.repeats, where, end - time.monotonic())
     finish(results.content, given)
 
 
@@ -88,21 +89,25 @@ def weight_bytes_read(model: PreTrainedModel) -> int:
     return sum(weight.nbytes for weight in weights.values())
 
 
-def note(given: argparse.Namespace) -> str:
+def note(memory_limit: float | None, was_tried: bool) -> str:
     """Return how the largest batch was found, if at all."""
-    if given.memory_limit is not None:
-        return f"Largest batch: computed, for weights and KV caches within {given.memory_limit:g} GB."
-    if given.largest_batch:
+    if memory_limit is not None:
+        return f"Largest batch: computed, for weights and KV caches within {memory_limit:g} GB."
+    if was_tried:
         return "Largest batch: tried, decoding after a prompt that was prefilled once."
     return "The largest batch was not asked for."
 
 
-def find_largest(results: Results, contenders: list[Ours], given: argparse.Namespace) -> None:
+def find_largest(results: Results, contenders: list[Ours], given: argparse.Namespace, end: float) -> None:
+    """Find the batches that are not yet in the results; start on no further one after the time `end`."""
     for length in given.lengths:
         for contender in contenders:
             if results.has("largest", length=length, way=contender.name):
                 continue
-            say(f"{length} tokens, {contender.name}: the largest batch")
+            is_late = time.monotonic() > end
+            say(f"{length} tokens, {contender.name}: the largest batch" + (": skipped, out of time" if is_late else ""))
+            if is_late:
+                continue
 
             # One prompt for all rows, since a server admits prompts one by one: the memory for prefilling all rows at
             # once does not count.
@@ -119,7 +124,7 @@ def finish(content: dict[str, Any], given: argparse.Namespace) -> None:
     write_text(given.out.with_suffix(".md"), text)
     print_table(text, rows)
     if all("error" in row for row in rows):
-        say("no plot: no cache had enough memory")
+        say("no plot: " + ("no cache had enough memory" if rows else "nothing was measured in time"))
     elif find_spec("matplotlib"):
         with replacing(given.out.with_suffix(".png")) as draft:
             plot(content, rows, draft)

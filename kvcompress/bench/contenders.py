@@ -205,8 +205,8 @@ class ScoringTimer:
 class Transformers(Local):
     """transformers' DynamicCache, or StaticCache with room for prompt and answer.
 
-    One StaticCache serves all turns of a workload: its graph depends on the addresses of its tensors, so a new cache
-    would be compiled again in every turn.
+    One StaticCache serves all turns of a workload if its steps are compiled: a graph depends on the addresses of its
+    tensors, so a new cache would be compiled again in every turn.
     """
 
     def __init__(self, model: PreTrainedModel, kind: str, compiled: bool = False):
@@ -225,7 +225,10 @@ class Transformers(Local):
             self._static = workload, StaticCache(config=self.model.config, max_cache_len=room)
         else:
             self._static[1].reset()
-        return self._static[1]
+        cache = self._static[1]
+        if not self.compiled:
+            self._static = None
+        return cache
 
 
 class KVPressProcess:

@@ -61,7 +61,7 @@ class Row:
             "cache": self.name,
             "kernels": plain.kernels / self.layers,
             "waits": plain.waits,
-            "bytes": plain.bytes,
+            "bytes": plain.bytes or None,  # which the profiler does not tell
             "eviction_kernels": evicting and (evicting.kernels - plain.kernels) / self.layers,
             "eviction_waits": evicting and evicting.waits - plain.waits,
             "prefill_kernels": self.prefill.kernels / self.layers,
@@ -76,7 +76,7 @@ class Row:
             "cache": self.name,
             "kernels per layer": f"{row['kernels']:.1f}",
             "waits": str(row["waits"]),
-            "MB": f"{row['bytes'] / 1e6:.1f}",
+            "MB": "" if row["bytes"] is None else f"{row['bytes'] / 1e6:.1f}",
             "an eviction: kernels per layer": "" if more is None else f"+{more:.1f}",
             "its waits": "" if more is None else str(row["eviction_waits"]),
             "prefill: kernels per layer": f"{row['prefill_kernels']:.1f}",
@@ -161,7 +161,6 @@ def add_events(passes: list[Counts], events: list[Any]) -> None:
             if event.device_type == DeviceType.CUDA:
                 if not event.name.startswith(("Memcpy", "Memset")):
                     counts.kernels += 1
-                    counts.kernels_of[event.name] += 1
             elif event.name in WAITING_CALLS:
                 counts.waits += 1
                 counts.waits_at[event.name] += 1

@@ -125,14 +125,14 @@ def columns(cells: list[list[str]]) -> tuple[list[str], list[list[str]]]:
 
 def markdown(content: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """Return the table, with what is needed to read it and to reproduce it."""
-    settings, bandwidths = content["settings"], [cell["copy_bytes_per_s"] for cell in content["cells"]]
+    settings, bandwidths = content["settings"], [cell["copy_bytes_per_s"] / 1e9 for cell in content["cells"]]
     compressed = [row for row in rows if row["way"] != "full"]
     gains = [row["speedup_kvpress"]["median"] for row in compressed if row.get("speedup_kvpress")]
     parts = [
         f"Median (quartiles) of {settings['repeats']} turns, {settings['clock']} clock, "
         f"{settings['steps']} decode steps each. {content['largest_batch_note']} docs/bench.md explains the columns.",
-        f"A step reads {content['weight_bytes_read'] / 1e6:.4g} MB of weights; memory was copied at "
-        f"{min(bandwidths) / 1e9:.3g} to {max(bandwidths) / 1e9:.3g} GB/s.",
+        f"A step reads {content['weight_bytes_read'] / 1e6:.4g} MB of weights"
+        + (f"; memory was copied at {min(bandwidths):.3g} to {max(bandwidths):.3g} GB/s." if bandwidths else "."),
         table(*columns([cells_of(row) for row in rows])),
     ]
     if grown := growth_table(rows):

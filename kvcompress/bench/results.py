@@ -52,6 +52,14 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def stored_setting(file: Path, name: str) -> Any:
+    """Return a setting of a results file that is to be resumed; None if it has none, or is damaged."""
+    try:
+        return parse_json(file.read_bytes())["settings"][name]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 class Results:
     """The results file. Its cells are saved one by one, so that a stopped run can continue.
 

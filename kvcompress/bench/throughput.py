@@ -24,7 +24,7 @@ from ..policy.conflicts import PAGES, check_conflicts
 from ..policy.make import make_policy
 from .contenders import MethodSpec
 from .grid import release
-from .results import Results, about, check_files, page, settle
+from .results import Results, about, check_files, page, settle, stored_setting
 from .shapes import source
 from .standalone import CLOCKS, load, prompt_ids, read_prompt
 from .timing import short, table
@@ -73,7 +73,11 @@ class Padded:
 
         Every contender has this method, and a name for its row."""
         entries = max(len(asked.prompt) for asked in requests) + max(asked.new for asked in requests)
-        batch = max(1, kv_bytes // (entries * entry_bytes(self.model)))
+        of_row = entries * entry_bytes(self.model)
+        if (batch := kv_bytes // of_row) < 1:
+            raise KVCompressError(
+                f"{self.name}: one row takes {of_row / 2**30:.3g} GB, which is more than --kv-gb {kv_bytes / 2**30:.3g}"
+            )
         served = Served(0.0, 0, 0, 0, batch, 0)
         start = CLOCKS[clock]()
         for first in range(0, len(requests), batch):
@@ -223,7 +227,8 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
     with loading(given.model or given.shape):
         model = load(origin, given.dtype, where)
     if given.kv_gb is None:
-        given.kv_gb = 0.8 * torch.cuda.mem_get_info(where)[0] / 2**30
+        known = stored_setting(given.out.with_suffix(".json"), "kv_gb") if given.resume else None
+        given.kv_gb = known or 0.8 * torch.cuda.mem_get_info(where)[0] / 2**30
     model.generation_config.eos_token_id = None  # every answer is as long as it is asked for
     names = ("dtype", "decode_budget", "requests", "prompt", "answers", "seed", "kv_gb", "static", "minutes")
     names += ("clock", "device", "threads")

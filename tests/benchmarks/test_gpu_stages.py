@@ -61,6 +61,13 @@ def test_a_cell_that_is_done_runs_again_only_by_force_or_with_another_command(st
     assert time_of_run(f"{code}  # another") > forced
 
 
+def test_what_another_command_wrote_is_no_result_of_a_cell(stage):
+    stage.run([cell("one", wrote(1))], 300, False)
+    stage.run([cell("one", "1 / 0")], 300, False)
+    assert stage.records["one"]["state"] == "failed"
+    assert "result" not in stage.records["one"]
+
+
 def test_a_cell_that_takes_too_long_ends_with_all_that_it_started_and_keeps_what_it_wrote(stage, tmp_path):
     mark = tmp_path / "alive"
     child = f"import time\nwhile True: open({str(mark)!r}, 'w').close(); time.sleep(0.05)"

@@ -27,7 +27,6 @@ class Counts:
         kernels, bytes: kernels launched, and the bytes that they read and write.
         waits: how often the host waits for the device.
         kernels_at, waits_at: the same by the line of code that causes them.
-        kernels_of: kernels by the name of the operation.
     """
 
     kernels: int = 0
@@ -35,14 +34,12 @@ class Counts:
     waits: int = 0
     kernels_at: Counter = field(default_factory=Counter)
     waits_at: Counter = field(default_factory=Counter)
-    kernels_of: Counter = field(default_factory=Counter)
 
     def launch(self, name: str, kernels: int, size: int) -> None:
         self.kernels += kernels
         self.bytes += size if kernels else 0
         if kernels:
             self.kernels_at[place()] += kernels
-            self.kernels_of[name] += kernels
 
     def wait(self, why: str) -> None:
         self.waits += 1

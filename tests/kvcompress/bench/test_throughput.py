@@ -7,6 +7,7 @@ import pytest
 
 from kvcompress.__main__ import main
 from kvcompress.bench.contenders import MethodSpec, Transformers, Workload
+from kvcompress.bench.results import stored_setting
 from kvcompress.bench.throughput import Asked, Continuous, entry_bytes, markdown, workload
 from kvcompress.errors import KVCompressError
 from tests.support.families import FAMILIES, MORE_FAMILIES
@@ -63,6 +64,23 @@ def test_a_run_that_was_cut_goes_on_with_who_is_missing(tmp_path, capsys):
     second = bench(tmp_path, "--peers", "padded", "--methods", "full", "streamingllm", "--resume")
     assert second["served"][:2] == first["served"]
     assert capsys.readouterr().out.splitlines()[0] == "streamingllm"
+
+
+def test_a_memory_for_which_no_padded_row_is_small_enough_is_one_line(tmp_path, capsys):
+    out = ["--device", "cpu", "--out", str(tmp_path / "throughput"), "--decode-budget", "8", "--methods", "knorm"]
+    assert main(["bench", "throughput", *QUICK, "--peers", "padded", "--kv-gb", "0.00001", *out]) == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error"))
+    assert "one row takes" in line
+    assert "more than --kv-gb 1e-05" in line
+
+
+def test_a_resumed_run_with_kv_gb_auto_has_the_memory_of_the_first(tmp_path):
+    file = tmp_path / "throughput.json"
+    assert stored_setting(file, "kv_gb") is None
+    bench(tmp_path, "--peers", "padded", "--methods", "full")
+    assert stored_setting(file, "kv_gb") == 0.00005
+    file.write_text("{")
+    assert stored_setting(file, "kv_gb") is None
 
 
 def test_who_is_out_of_time_stops(tmp_path):
