@@ -63,6 +63,8 @@ class InFlight:
         slots: the most sequences that decode together; 0 before this is known.
         steps: decode steps so far.
         halved: how often the slots were halved because memory ran out.
+        clock: returns the seconds by which answers are timed. One that stands still during a caller's own work, such as
+            preparing a prompt, leaves it out of all answers' times.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class InFlight:
         self._limits, self._most = limits, limits.slots
         self._handled = (torch.OutOfMemoryError,) if limits.on_oom == "halve" else ()  # by halving the slots
         self._is_fixed, self._after_prompt = is_fixed, after_prompt
+        self.clock: Callable[[], float] = time.perf_counter
         self.steps = self.halved = self._answered_tokens = self._peak_kv_bytes = self._last_slots = 0
         self._new = enumerate(requests)
         self._again: deque[tuple[int, Request]] = deque()  # requests that lost their slot
@@ -146,7 +149,7 @@ class InFlight:
             raise
 
     def _answered(self) -> Iterator[Answer | None]:
-        self._began = time.perf_counter()
+        self._began = self.clock()
         while True:
             if not self._connected.is_connected():
                 raise KVCompressError("kvcompress.compress(...) was left while requests were in flight")
@@ -175,7 +178,9 @@ class InFlight:
     def _next_request(self) -> RequestState | None:
         """Return the next request, None if there is none."""
         following = self._again.popleft() if self._again else next(self._new, None)
-        return None if following is None else RequestState(*following, self._began, self._limits.prefill_tokens)
+        if following is None:
+            return None
+        return RequestState(*following, self.clock, self._began, self._limits.prefill_tokens)
 
     def _prefill(self) -> Iterator[Answer]:
         """Prefill the next piece of the current prompt; after the last piece, choose the first token.

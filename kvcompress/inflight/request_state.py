@@ -1,6 +1,5 @@
 """The state of a request while its prompt is prefilled, at once or in pieces, and while it decodes."""
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,11 +49,16 @@ class RequestState:
     """
 
     def __init__(
-        self, index: int, request: Request | Mapping[str, torch.Tensor], began: float, prefill_tokens: int | None
+        self,
+        index: int,
+        request: Request | Mapping[str, torch.Tensor],
+        clock: Callable[[], float],
+        began: float,
+        prefill_tokens: int | None,
     ):
-        """`began` is when the run began; `prefill_tokens` is the most tokens of a piece; None: the prompt is one
-        piece."""
-        self._started = time.perf_counter()
+        """`began` is when the run began, by `clock`; `prefill_tokens` is the most tokens of a piece; None: the prompt
+        is one piece."""
+        self._clock, self._started = clock, clock()
         self.index, self.waited_s = index, self._started - began
         self.request = Request(request) if isinstance(request, Mapping) else request
         self.cache: CompressedCache | None = None
@@ -101,7 +105,7 @@ class RequestState:
 
     def add(self, token: int) -> bool:
         """Append a token; return True if it is the last."""
-        now = time.perf_counter()
+        now = self._clock()
         if self._first_at:
             self._pause_s = max(self._pause_s, now - self._latest_at)
         else:

@@ -142,7 +142,7 @@ def cell_values(results: dict[str, Any]) -> dict[str, float]:
     """Return the METRICS of a cell's results.json and its `samples`, leaving out missing ones.
 
     `accuracy` is the task's headline metric, whatever its name. Times, bytes and memory are medians over questions.
-    `throughput` is the new tokens per second of generation, of one process and with batching.
+    `throughput` is `tokens_per_s`, which is missing where a prefix cache spared prefills.
     """
     from ..report.table import cell_row
 
@@ -150,7 +150,7 @@ def cell_values(results: dict[str, Any]) -> dict[str, float]:
     values = {
         "accuracy": row["score"],
         "accuracy_stderr": row["stderr"],
-        "throughput": (results.get("throughput") or {}).get("avg_speed"),
+        "throughput": row["tokens_per_s"],
         "ttft_s": row["ttft_s"],
         "tpot_s": row["tpot_s"],
         "kv_bytes": row["kv_bytes"],

@@ -1,6 +1,5 @@
 """Answer a prepared batch with the compressed model, and measure it as if nothing were reused from another cell."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from .input_methods import Compression
 from .kept_tokens import KeptSets
 from .prompts import on_device
 from .reduced_inputs import TokensOf
+from .stopwatch import Stopwatch
 from .vision_tower import VisionTower
 
 WARM_UP_TOKENS = 4
@@ -122,6 +122,7 @@ class Answering:
         is_warm: whether the current cell has had its warm-up.
         has_cells: whether another cell may follow.
         shares_media: whether questions share images or videos.
+        clock: times the answers; it stands still while a run only records them or prepares others.
         prefixes: the prefixes of all cells' prompts; None if they are not cached.
     """
 
@@ -135,6 +136,7 @@ class Answering:
         self.model, self.tokenizer, self.batches, self.compression = model, tokenizer, batches, compression
         self.is_warm = self.has_cells = self.shares_media = self._has_advised = False
         self.prefixes: PrefixCache | None = None
+        self.clock = Stopwatch()
 
     def begin_cell(self, compression: Compression) -> None:
         """Switch to another compression."""
@@ -164,11 +166,11 @@ class Answering:
         if wanted.seed is not None:
             torch.manual_seed(wanted.seed)
         synchronise(self.model.device)
-        start = time.perf_counter()
+        start = self.clock()
         reused = self.reused_tokens
         new, measured, kept = self.generate(inputs, kwargs, tower, prompt, record_kept, prefixes=prefixes)
         synchronise(self.model.device)
-        seconds = time.perf_counter() - start + tower.correction_s + prompt.correction_s
+        seconds = self.clock() - start + tower.correction_s + prompt.correction_s
         if not self._has_advised and (advice := static_advice(self.model, self.compression, measured)):
             logger.warning(advice)
             self._has_advised = True
@@ -248,7 +250,8 @@ class Answering:
         """
         with tower, prompt, self.session(room_for or kwargs["max_new_tokens"], prefixes) as session:
             tokens, measured = kvcompress.measure.generate(self.model, session, dict(inputs), **kwargs)
-            kept = KeptSets.of(session.cache) if record_kept else None
+            with self.clock.stopped():
+                kept = KeptSets.of(session.cache) if record_kept else None
         if prompt.is_known and not tower.calls:  # a reused prefill skips the forward that calls the tower
             tower.calls = dict(tower.known)
         peaks = [measured.peak_memory_bytes - tower.held, *(call.peak_memory for call in tower.calls.values())]

@@ -4,7 +4,6 @@ Like batches, they are measured as if nothing were reused from another cell.
 """
 
 import copy
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -50,7 +49,6 @@ class RunningRequest:
         saved_before_s: seconds the run had saved before this request by reusing vision features and prefills.
         reused_tokens: how many prompt tokens came from a prefix cache; None without one.
         saved_s: seconds the run had saved up to the end of this request's prefill.
-        aside_s: seconds of bookkeeping after the prefill, which do not count.
         kept: what each layer stores, if that is recorded.
     """
 
@@ -62,7 +60,6 @@ class RunningRequest:
     saved_before_s: float
     reused_tokens: int | None = None
     saved_s: float = 0.0
-    aside_s: float = 0.0
     kept: KeptSets | None = None
 
     @property
@@ -85,8 +82,9 @@ class Flight:
         self._tower, self._prompt = VisionTower(self._model, {}), SharedPrompt(self._model, room=0)
         self._is_spared = False  # whether any prefill was reused instead of run
         self._running: dict[int, RunningRequest] = {}
-        # Seconds so far: of the run, of it spent on bookkeeping, and saved by reusing vision features and prefills.
-        self._spent_s = self._aside_s = self._saved_s = 0.0
+        self._clock = answering.clock
+        self._spent_s = 0.0  # of the run so far
+        self._saved_s = 0.0  # so far by reusing vision features and prefills
         self._counted_s = 0.0  # attributed to answers so far
 
     def __iter__(self) -> Iterator[tuple[FlightRequest, Answers]]:
@@ -104,11 +102,14 @@ class Flight:
             closing(self._requests(chain([first], waiting))) as requests,
         ):
             self._flight = session.generate_many(requests, **vars(self._limits), after_prompt=self._after_prompt)
+            self._flight.clock = self._clock
             while (answer := self._next()) is not None:
                 if answer.error is not None:
                     raise answer.error
                 each = self._running.pop(answer.index)
-                yield each.request, self._answers(answer, each)
+                answers = self._answers(answer, each)
+                with self._clock.stopped():
+                    yield each.request, answers
 
     def _warm_up(self, first: FlightRequest) -> None:
         """Answer a request with a few tokens, without counting it."""
@@ -118,21 +119,18 @@ class Flight:
             pass
 
     def _next(self) -> Answer | None:
-        start = time.perf_counter()
+        start = self._clock()
         answer = next(self._flight, None)
-        self._spent_s += time.perf_counter() - start
+        self._spent_s += self._clock() - start
         return answer
 
     def _requests(self, waiting: Iterator[FlightRequest]) -> Iterator[kvcompress.Request]:
         for index in count():
-            start = time.perf_counter()
-            each = next(waiting, None)
-            if each is not None:
+            with self._clock.stopped():
+                if (each := next(waiting, None)) is None:
+                    return
                 inputs = on_device(each.batch.inputs, self._model.device)
                 self._begin(index, each, inputs)
-            self._aside_s += time.perf_counter() - start
-            if each is None:
-                return
             with self._prompt:
                 yield kvcompress.Request(dict(inputs), each.wanted.arguments, each.wanted.seed)
 
@@ -158,7 +156,10 @@ class Flight:
     def _after_prompt(self, index: int, cache: CompressedCache) -> None:
         """Record a request's prefill once its prompt is stored; again if it lost its slot and started over."""
         synchronise(self._model.device)
-        start, each = time.perf_counter(), self._running[index]
+        with self._clock.stopped():
+            self._record(self._running[index], cache)
+
+    def _record(self, each: RunningRequest, cache: CompressedCache) -> None:
         each.tower, each.prompt = copy.copy(self._tower), self._prompt
         if (reused := self._answering.reused_tokens) is not None:
             each.reused_tokens, self._reused_before = reused - self._reused_before, reused
@@ -175,8 +176,6 @@ class Flight:
         each.saved_s = self._saved_s
         if each.request.record_kept:
             each.kept = KeptSets.of(cache)
-        each.aside_s = time.perf_counter() - start
-        self._aside_s += each.aside_s
 
     def _answers(self, answer: Answer, each: RunningRequest) -> Answers:
         flight, wanted, tokens_out = self._flight, each.request.wanted, len(answer.tokens)
@@ -189,7 +188,7 @@ class Flight:
         peaks = [peak_memory(self._model.device) - self._answering.held]
         peaks += [call.peak_memory for call in each.tower.calls.values()]
         measured = Measurement(
-            ttft_s=answer.ttft_s + each.correction_s - each.aside_s,
+            ttft_s=answer.ttft_s + each.correction_s,
             tpot_s=tpot_s,
             tokens_in=[answer.tokens_in],
             tokens_out=[tokens_out],
@@ -200,7 +199,7 @@ class Flight:
             realised_ratios=[[ratio] for ratio in answer.realised_ratios],
             peak_memory_bytes=max(peaks),
         )
-        seconds = self._spent_s - self._aside_s + self._saved_s - self._counted_s
+        seconds = self._spent_s + self._saved_s - self._counted_s
         self._counted_s += seconds
         return Answers(
             self._answering.texts(answer.tokens[None], [tokens_out], wanted.skip_special_tokens),

@@ -74,7 +74,8 @@ class Sweep:
         folder, metric = self.cell(trial), self.config.metric
         values = cell_values(read_results(folder))
         if metric not in values:
-            raise EvaluationFailed(f"{folder} has no {metric}")
+            why = ": a prefix cache spared prefills; give prefix_cache_gb=0" if metric == "throughput" else ""
+            raise EvaluationFailed(f"{folder} has no {metric}{why}")
         # A fixed id per trial: if an interrupted sweep logs it twice, it is still one run online.
         run_id = hashlib.sha256(f"{self.folder} {trial.number}".encode()).hexdigest()[:12]
         os.environ.setdefault("WANDB_SILENT", "true")

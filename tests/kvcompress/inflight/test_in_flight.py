@@ -486,6 +486,15 @@ def test_what_an_answer_says_of_its_cost_is_its_own():
     assert run.peak_kv_bytes > 0
 
 
+def test_answers_are_timed_by_the_clock_of_their_run():
+    model, requests = requests_of("qwen2")
+    with kvcompress.compress(model, "snapkv", 0.3) as session:
+        run = session.generate_many(requests, slots=2, max_new_tokens=4, do_sample=False)
+        run.clock = lambda: 7.0
+        for answer in run:
+            assert answer.waited_s == answer.ttft_s == answer.tpot_s == answer.pause_s == 0
+
+
 def test_a_wrong_argument_is_one_line_before_anything_runs():
     model, requests = requests_of("qwen2")
     with kvcompress.compress(model, "snapkv", 0.3) as session:

@@ -10,6 +10,7 @@ from kvcompress.inflight.layer import SlotLayer
 from lmms_eval_plugins.model import batch_size, in_flight
 from lmms_eval_plugins.model.answer_store import AnswerStore
 from lmms_eval_plugins.model.batch_size import MOST_SLOTS
+from lmms_eval_plugins.model.kept_tokens import KeptSets
 from tests.support.checkpoints import image, load_lm, requests, texts
 from tests.support.in_flight import OutOfMemory
 
@@ -133,6 +134,32 @@ def test_times_are_those_of_a_run_in_which_each_prefill_runs(checkpoint, monkeyp
         assert sum(row["share_s"] for row in rows) > slow * len(rows)
         longest = max(rows, key=lambda row: row["tokens_out"])  # which waits for others' prefills meanwhile
         assert longest["tpot_s"] * (longest["tokens_out"] - 1) > slow
+
+
+def test_preparing_other_prompts_and_recording_what_they_keep_is_in_nobodys_time(checkpoint, monkeypatch):
+    lm, hours, clock = load_lm(checkpoint("qwen2-vl"), slots=2, look_ahead=0, **CELL), [], time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 3600 * len(hours))
+
+    def slowly(function):
+        return lambda *given: (hours.append(1), function(*given))[1]
+
+    monkeypatch.setattr(in_flight, "on_device", slowly(in_flight.on_device))
+    monkeypatch.setattr(in_flight.Flight, "_record", slowly(in_flight.Flight._record))
+    lm.generate_until(asked(lm))
+    assert len(hours) == 2 * (1 + len(DOCS))
+    for row in lm.gather_rows():
+        assert max(row["ttft_s"], row["tpot_s"] or 0, row["waited_s"], row["share_s"]) < 3600
+
+
+@pytest.mark.parametrize("more", [{"batch_size": 2}, {"slots": 2}])
+def test_recording_what_is_kept_is_in_nobodys_share(checkpoint, monkeypatch, more):
+    lm, hours, clock, of = load_lm(checkpoint("qwen2-vl"), **more, **CELL), [], time.perf_counter, KeptSets.of
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 3600 * len(hours))
+    monkeypatch.setattr(KeptSets, "of", lambda cache: (hours.append(1), of(cache))[1])
+    lm.overlays = 2
+    lm.generate_until(asked(lm))
+    assert hours
+    assert max(row["share_s"] for row in lm.gather_rows()) < 3600
 
 
 def test_stop_strings_special_tokens_and_padding_are_as_ever(checkpoint):

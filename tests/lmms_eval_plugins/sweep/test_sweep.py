@@ -95,7 +95,7 @@ def test_a_trial_offline_logs_all_that_lmms_eval_leaves_out(tmp_path, offline):
     assert {name: logged[name] for name in values} == pytest.approx(values)
     assert logged["accuracy"] == cell["results"]["tiny_textvqa"]["exact_match,none"]
     assert logged["accuracy_stderr"] == cell["results"]["tiny_textvqa"]["exact_match_stderr,none"]
-    assert logged["throughput"] == pytest.approx(cell["throughput"]["avg_speed"])
+    assert logged["throughput"] == cell["efficiency"]["tokens_per_s"]
     for name, quantity in (("ttft_s", "ttft_s"), ("tpot_s", "tpot_s"), ("kv_bytes", "kv_held_bytes")):
         assert logged[name] == pytest.approx(cell["efficiency"][quantity]["median"])
     assert logged["realised_ratio"] == pytest.approx(0.2, abs=0.01)
