@@ -42,6 +42,8 @@ class Server:
         about: what else `/v1/models` says of it.
         most: the most unanswered requests.
         api_key: what requests to /v1 must bring; None: nothing.
+        hosts: the names that requests to /v1 may call this machine by; empty: any. A web page whose name was made to
+            mean the loopback is refused by the name, which its browser sends.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Server:
     prompts: Prompts
     most: int
     api_key: str | None = None
+    hosts: tuple[str, ...] = ()
     _preparing: int = 0
     _started: int = field(default_factory=lambda: int(time.time()))
 
@@ -198,10 +201,13 @@ class Server:
         return {"finish_reason": "stop" if is_whole else "length", **ids}
 
     def _authorize(self, request: Request) -> None:
-        given = request.headers.get("authorization", "")
-        if self.api_key is not None and not hmac.compare_digest(
-            given.encode("latin-1"), f"Bearer {self.api_key}".encode()
-        ):
+        if self.hosts and (name := request.url.hostname) not in self.hosts:
+            raise HTTPException(403, f"this server has no name {name!r}, only {', '.join(self.hosts)}")
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        is_right = scheme.lower() == "bearer" and hmac.compare_digest(
+            key.strip().encode("latin-1"), (self.api_key or "").encode()
+        )
+        if self.api_key is not None and not is_right:
             message = "the API key is missing or wrong: Authorization: Bearer KEY"
             raise HTTPException(401, message, {"WWW-Authenticate": "Bearer"})
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PACKAGES = ("starlette", "uvicorn", "prometheus_client", "PIL")
 API_KEY = "KVCOMPRESS_API_KEY"  # environment variable, as others see a command's flags
 OF_A_PROMPT = ("protect", "fair", "scope", "context_tokens")  # options that name tokens which not every prompt has
+LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names of this machine
 GRACE_S = 5  # seconds in which answers may end after the server is asked to end
 SLOTS = 16
 PAGE = 16  # tokens
@@ -95,8 +96,10 @@ def serve(flags: argparse.Namespace) -> None:
 
         host, port = place.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
+        if is_local := place.getsockname()[0].startswith(("127.", "::1")):
+            server.hosts = LOOPBACK
         print(f"serving {server.name} with {flags.method} at http://{host}:{port}/v1", flush=True)
-        if server.api_key is None and not place.getsockname()[0].startswith(("127.", "::1")):
+        if server.api_key is None and not is_local:
             print("warning: whoever reaches this address may use it; --api-key asks for a key", file=sys.stderr)
         Runner(server, GRACE_S).run(sockets=[place])
 

@@ -26,14 +26,28 @@ def fewer_questions(frame: pd.DataFrame) -> str:
     return f"{frame['task'].iloc[0]}: scores over different questions do not compare: {counts}"
 
 
-def other_devices(frame: pd.DataFrame) -> str:
-    """Return a line that names the devices if timed cells ran on several; empty otherwise. `frame`: as for
-    `fewer_questions`."""
-    counts = frame[frame["ttft_s"].notna()]["device"].value_counts()
-    if len(counts) < 2:
-        return ""
-    cells = ", ".join(f"{count} on {device}" for device, count in counts.items())
-    return f"{frame['task'].iloc[0]}: times on different devices do not compare: of the cells {cells}"
+def other_machines(frame: pd.DataFrame) -> list[str]:
+    """Return lines that name the devices, the numbers of processes and the versions, of each the ones that differ
+    between timed cells. `frame`: as for `fewer_questions`."""
+    timed = frame[frame["ttft_s"].notna()]
+    versions = [each if isinstance(each, dict) else {} for each in timed["versions"]]
+    every = sorted({name for each in versions for name in each})
+    names = [name for name in every if len({each[name] for each in versions if name in each}) > 1]
+    told = {
+        "on different devices": [f"on {device}" for device in timed["device"].dropna()],
+        "of different numbers of processes": [f"with {count:.0f}" for count in timed["processes"].dropna()],
+        "of different versions": [
+            "with " + ", ".join(f"{name} {each[name]}" for name in names if name in each)
+            for each in versions
+            if any(name in each for name in names)
+        ],
+    }
+    lines = []
+    for what, cells in told.items():
+        if len(counts := pd.Series(cells, dtype=str).value_counts()) > 1:
+            which = ", ".join(f"{count} {how}" for how, count in counts.items())
+            lines.append(f"{frame['task'].iloc[0]}: times {what} do not compare: of the cells {which}")
+    return lines
 
 
 def other_definitions(frame: pd.DataFrame) -> str:
@@ -51,7 +65,7 @@ def other_definitions(frame: pd.DataFrame) -> str:
 def not_alike(frame: pd.DataFrame) -> list[str]:
     """Return a line for each reason for which the cells of a table do not compare. `frame`: as for
     `fewer_questions`."""
-    return list(filter(None, [fewer_questions(frame), other_definitions(frame), other_devices(frame)]))
+    return [*filter(None, [fewer_questions(frame), other_definitions(frame)]), *other_machines(frame)]
 
 
 def answered_blind(group: pd.DataFrame) -> list[tuple[str, int]]:

@@ -123,7 +123,7 @@ def cell_row(cell: dict[str, Any], metric: str | None = None, metric_filter: str
         "scored": samples if found is None or found.questions is None else found.questions,
         "batch_size": protocol["settings"].get("batch_size", 1),
         "slots": protocol["settings"].get("slots"),
-        "device": cell.get("environment", {}).get("device"),
+        **{name: cell.get("environment", {}).get(name) for name in ("device", "processes", "versions")},
         "definition": definition(cell),
         "settings": settings_name(protocol["settings"]),
         "settings_text": ", ".join(f"{key}={value}" for key, value in sorted(protocol["settings"].items())),

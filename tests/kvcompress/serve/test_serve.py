@@ -21,6 +21,7 @@ from transformers import AutoModelForImageTextToText
 import kvcompress
 from kvcompress.inflight.loop import InFlight
 from kvcompress.serve import app, chat
+from kvcompress.serve.command import LOOPBACK
 from lmms_eval_plugins.model.arguments import TINY_CHECKPOINT
 from lmms_eval_plugins.tiny_vlm.dataset import HEADLINE, read_examples
 from tests.support.serving import loaded, served, until
@@ -297,6 +298,24 @@ def test_of_a_thousand_mistakes_few_are_looked_at(wrong):
         chat.Asked.of(json.dumps({**body(n=2), **wrong}).encode())
     assert refused.value.status_code == 400
     assert refused.value.__context__.error_count() <= 2
+
+
+@pytest.mark.parametrize(
+    ("given", "status"), [("Bearer secret", 200), ("bearer  secret", 200), ("Bearer other", 401), ("Basic secret", 401)]
+)
+def test_the_key_counts_however_its_scheme_is_written(server, client, monkeypatch, given, status):
+    monkeypatch.setattr(server, "api_key", "secret")
+    assert client.get("/v1/models", headers={"Authorization": given}).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("name", "status"), [("localhost", 200), ("127.0.0.1:8000", 200), ("[::1]:8000", 200), ("evil.example", 403)]
+)
+def test_a_page_whose_name_was_made_to_mean_this_machine_is_refused(server, client, monkeypatch, name, status):
+    monkeypatch.setattr(server, "hosts", LOOPBACK)
+    answer = client.get("/v1/models", headers={"Host": name})
+    assert answer.status_code == status
+    assert status == 200 or answer.json()["error"]["message"].startswith("this server has no name 'evil.example', only")
 
 
 @pytest.mark.parametrize(("small", "most"), [(0, 100), (100, 200)])

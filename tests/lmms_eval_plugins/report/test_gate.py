@@ -70,16 +70,33 @@ def test_a_cell_of_a_task_that_has_changed_is_named_wherever_its_score_is_shown(
     assert line in (folder / "report.md").read_text()
 
 
-def test_times_of_several_devices_are_said_not_to_compare_wherever_they_are_shown(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("made", "line"),
+    [
+        (
+            [{"device": "A100"}, {"device": "H100"}],
+            "on different devices do not compare: of the cells 1 on A100, 1 on H100",
+        ),
+        (
+            [{"processes": 1}, {"processes": 4}],
+            "of different numbers of processes do not compare: of the cells 1 with 1, 1 with 4",
+        ),
+        (
+            [{"versions": {"torch": "2.11", "numpy": "2.0"}}, {"versions": {"torch": "2.15", "numpy": "2.0"}}],
+            "of different versions do not compare: of the cells 1 with torch 2.11, 1 with torch 2.15",
+        ),
+    ],
+)
+def test_times_made_in_different_ways_are_said_not_to_compare_wherever_they_are_shown(tmp_path, capsys, made, line):
     folder = write(tmp_path, "full", range(40))
     write(tmp_path, "snapkv", range(40))
-    for cell, device in (("full", "A100"), ("snapkv", "H100")):
+    for cell, environment in zip(("full", "snapkv"), made, strict=True):
         (file,) = folder.glob(f"{cell}*/results.json")
         results = json.loads(file.read_text())
         timed = {**results["efficiency"], "ttft_s": {"median": 1.0}}
-        file.write_text(json.dumps({**results, "efficiency": timed, "environment": {"device": device}}))
+        file.write_text(json.dumps({**results, "efficiency": timed, "environment": environment}))
         assert bool(warnings(capsys, folder)[0]) == (cell == "snapkv")  # one that does not say, and one, are one
-    line = "one: times on different devices do not compare: of the cells 1 on A100, 1 on H100"
+    line = f"one: times {line}"
     assert warnings(capsys, folder)[0] == [line]
     assert table([str(folder)]) == 0
     assert line in capsys.readouterr().out
