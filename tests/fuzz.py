@@ -220,9 +220,10 @@ def check(config: dict[str, Any]) -> None:
             _, expected = generate(model, inputs, NEW, forced=tokens)
         torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
-    # Equal tokens have equal key norms (knorm, cur) and, in the first layer, values (infinipot-v, vnorm) and keys
-    # before RoPE (leverage), and defensivekv lifts the risks of many keys to the same one; two keys are equally like their mean (keydiff, compactor): in a batch rounding may decide
-    # otherwise. So may it among the two keys of a first chunk, whose standardised scores are 1 and -1 (triattention).
+    # Equal tokens have equal key norms (knorm, cur) and, in the first layer, values (infinipot-v, vnorm; defensivekv,
+    # which lifts the risks of many keys to the same one) and keys before RoPE (leverage); two keys are equally like
+    # their mean (keydiff, compactor): in a batch rounding may decide otherwise. So may it among the two keys of a first
+    # chunk, whose standardised scores are 1 and -1 (triattention).
     tied = TIED | {"defensivekv"} | ({"triattention"} if "prefill_chunk" in options else set())
     if tied & {config["method"], config["options"].get("scorer")} or not exact:
         return
