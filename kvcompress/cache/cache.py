@@ -178,9 +178,10 @@ class CompressedCache(DynamicCache):
     def begin(self, tokens: NewTokens, first_layer: int = 0) -> None:
         """Announce the tokens of the current pass to the layers from `first_layer` on."""
         self.announced = tokens
+        all_whole = all(layer.is_whole for layer in self.compressed_layers)
         for layer in self.compressed_layers:
             if layer.layer_idx >= first_layer:
-                layer.begin(tokens)
+                layer.begin(tokens, all_whole)
 
     def rotate(self, rotary: Rotary) -> None:
         """Set the rotation of the pass's queries, before its first layer, for methods that undo it."""

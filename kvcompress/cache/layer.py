@@ -153,11 +153,11 @@ class CompressedLayer(CacheLayerMixin):
 
     # -- phases
 
-    def begin(self, tokens: NewTokens) -> None:
-        """Prepare for a forward pass over `tokens`, which will be compressed."""
+    def begin(self, tokens: NewTokens, all_whole: bool) -> None:
+        """Prepare for a forward pass over `tokens`, which will be compressed; `all_whole` as in `Prefill`."""
         is_later_chunk = self.policy.engine.prefill_chunk is not None and self.storage is not None
         kind = LaterChunk if is_later_chunk else Prefill
-        self._phase: Phase = kind(self.choice, self.memory, tokens, self._decoding)
+        self._phase: Phase = kind(self.choice, self.memory, tokens, self._decoding, all_whole)
 
     def resume(self, tokens: NewTokens, known: int, beginning: Beginning) -> None:
         """Like `begin`, for a first prompt whose first `known` columns do not pass through the model."""

@@ -118,13 +118,14 @@ class Prefill(Phase):
         then: the phase after the prompt is stored.
     """
 
-    def __init__(self, choice: Choice, memory: Memory, tokens: NewTokens, then: Decoding):
+    def __init__(self, choice: Choice, memory: Memory, tokens: NewTokens, then: Decoding, all_whole: bool = True):
+        """`all_whole` says whether no layer has dropped anything: where layers wait for each other, all do."""
         super().__init__(choice, memory)
         self.tokens, self.then, self.first = tokens, then, memory.seen
         self.is_first_prompt = memory.storage is None
         self._budgets = choice.budgets(tokens)
         # Whether the prompt is stored unchanged and unscored, with transformers' own shapes and bits.
-        self._keeps_all = memory.is_whole and self._budgets == tokens.context
+        self._keeps_all = all_whole and memory.is_whole and self._budgets == tokens.context
 
     @property
     def length(self) -> int:

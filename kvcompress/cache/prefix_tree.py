@@ -137,6 +137,7 @@ class PrefixTree:
     def _split(self, node: Node, tokens: int) -> None:
         """Split a node after its first `tokens` tokens."""
         before = node.nbytes
+        given, computed = _cut(node.given, 0, tokens), _cut(node.computed, 0, tokens)  # may be out of memory: first
         rest = Node(
             _cut(node.given, tokens, None),
             _cut(node.computed, tokens, None),
@@ -146,7 +147,7 @@ class PrefixTree:
         )
         for child in rest.children.values():
             child.above = weakref.ref(rest)
-        node.given, node.computed = _cut(node.given, 0, tokens), _cut(node.computed, 0, tokens)
+        node.given, node.computed = given, computed
         node.children = {_first(rest.given): rest}
         self.nbytes += node.nbytes + rest.nbytes - before
 

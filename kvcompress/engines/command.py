@@ -30,6 +30,8 @@ def main(arguments: list[str]) -> None:
     options = key_values(flags.options, ("method", "ratio"))
     if flags.engine != "openvino" and (flags.tokens or flags.block):
         raise KVCompressError(f"--engine {flags.engine} takes neither --tokens nor --block")
+    if flags.method == "cdpruner" and (flags.tokens or flags.block):
+        raise KVCompressError("cdpruner takes neither --tokens nor --block: it keeps a share of each picture")
     wanted = ".json" if flags.engine == "openvino" else ".pt"
     if flags.out is not None and flags.out.suffix != wanted:
         raise KVCompressError(f"--out {str(flags.out)!r} does not end with {wanted}")

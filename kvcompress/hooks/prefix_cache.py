@@ -118,7 +118,9 @@ class PrefixCache:
         finally:
             for prompt in resumed:
                 prompt.remove()
-        self._contexts.add(key, Contents.of(cache))
+        device = self._tree.device  # what is kept of contexts stays on the model's
+        if device is None or torch.device(device) == cache.compressed_layers[0].device:
+            self._contexts.add(key, Contents.of(cache))
         self._tree.shrink(self.room - self._contexts.nbytes)
 
     def _identity(self, decoder: PreTrainedModel, attention: str) -> tuple[object, ...]:

@@ -20,6 +20,7 @@ from ..cache.prefix_tree import Columns, Path, PrefixTree
 from ..cache.resumed import Beginning
 from ..cache.scope import States
 from ..errors import KVCompressError
+from ..policy.policy import Policy
 from ..scoring.rotary import Rotary
 from .chunked_prefill import before_pass, columns_of
 from .rotary import watch_rotary
@@ -220,14 +221,8 @@ def why_whole(decoder: PreTrainedModel, cache: CompressedCache) -> str | None:
 
     For that, each token's states may depend only on the tokens before it, and all must be attended to here."""
     policy = cache.policy
-    if policy.tokens is not None:
-        return f"method {policy.method!r} drops tokens"
-    if policy.cluster.second_pass:
-        return f"method {policy.method!r} reads the prompt twice"
-    if policy.cluster.reads_hidden:
-        return f"method {policy.method!r} reads hidden states"
-    if policy.engine.prefill_chunk is not None:
-        return "prefill_chunk= has chunks of its own"
+    if reason := why_never(policy):
+        return reason
     if policy.engine.scope == "context-first" and cache.announced.context != cache.announced.lengths:
         return "scope='context-first' has two parts of its own"
     if not all(isinstance(layer, CompressedLayer) for layer in cache.layers):
@@ -238,6 +233,19 @@ def why_whole(decoder: PreTrainedModel, cache: CompressedCache) -> str | None:
         return "the cache is not empty"
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return "gradients are computed, or the pass is compiled"
+    return None
+
+
+def why_never(policy: Policy) -> str | None:
+    """Return why no prompt under a policy can start after a prefix, whatever the model; None if some can."""
+    if policy.tokens is not None:
+        return f"method {policy.method!r} drops tokens"
+    if policy.cluster.second_pass:
+        return f"method {policy.method!r} reads the prompt twice"
+    if policy.cluster.reads_hidden:
+        return f"method {policy.method!r} reads hidden states"
+    if policy.engine.prefill_chunk is not None:
+        return "prefill_chunk= has chunks of its own"
     return None
 
 

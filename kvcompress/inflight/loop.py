@@ -212,6 +212,8 @@ class InFlight:
         if is_out_of_memory and self._make_room():
             self._again.appendleft((current.index, current.request))
             return
+        if is_out_of_memory:
+            self._most = self._limits.slots  # they were halved for this request, which no number of slots can answer
         yield answer
 
     def _admit(self) -> Iterator[Answer]:
@@ -230,8 +232,8 @@ class InFlight:
             running.sizes = self._cache.sizes_for(cache, room)
         sizes = [max(pair) for pair in zip(running.sizes, self._cache.sizes, strict=True)]
         slots = self._slots_of(sizes)
-        if not slots and not self._running:  # no running request needs the current size
-            sizes, slots = running.sizes, self._slots_of(running.sizes)
+        if not self._running and (own := self._slots_of(running.sizes)) > slots:  # none needs the current size
+            sizes, slots = running.sizes, own
         if len(self._running) >= slots:
             return
         try:

@@ -40,12 +40,15 @@ class Request:
         seed: seed for sampling this request; None uses torch's global generator.
         on_tokens: called after each token with all tokens so far; if it returns True, the answer ends there and the
             slot is free. A request that lost its slot for want of memory begins again with its first token.
+        is_wanted: asked before each piece of the prompt is prefilled; if it returns False, the request ends there with
+            an error.
     """
 
     inputs: Mapping[str, torch.Tensor]
     options: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
     on_tokens: Callable[[list[int]], bool] | None = None
+    is_wanted: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True)

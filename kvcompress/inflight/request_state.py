@@ -79,17 +79,23 @@ class RequestState:
                 raise KVCompressError(
                     f"a request is a mapping of model inputs or a Request, not a {type(self.request).__name__}"
                 )
+            self._check_wanted()
             self.cache = connected.new_cache()
             inputs, self.sampler = prepare(connected.model, self.request, options, self.cache)
             output = connected.prefill(self._pieces, inputs)
             # Later passes use the embeddings of the first, so no image is encoded again.
             self._inputs = {name: value for name, value in inputs.items() if name in WITHOUT_MEDIA}
         else:
+            self._check_wanted()
             output = connected.prefill(self._pieces, self._inputs)
         if self._pieces is not None and not self._pieces.is_through:
             return None
         self.position = next_position(self._inputs.get("position_ids"), self.cache.seen_tokens)
         return output.logits[0, -1]
+
+    def _check_wanted(self) -> None:
+        if self.request.is_wanted is not None and not self.request.is_wanted():
+            raise KVCompressError("the request was taken back")
 
     @property
     def nbytes(self) -> int:

@@ -17,6 +17,7 @@ from transformers import BatchFeature, PreTrainedModel
 from ..errors import shown
 from ..pictures import read_image
 
+NO_MEMORY = "there is not enough memory for the pictures of this request at present"
 GREEDY_BELOW = 1e-5  # as in vLLM: divided by less, logits overflow
 MOST_PIXELS = 2**27  # of a request's images together: a few kB can be a picture of any size
 SMALL = 2**18  # pixels that an image counts as at least: processors enlarge those of one pixel
@@ -127,6 +128,14 @@ class Asked(_Strict):
             place = ".".join(str(part) for part in first["loc"])
             raise HTTPException(400, f"{place}: {first['msg']}" if place else first["msg"]) from None
 
+    @model_validator(mode="after")
+    def _check_together(self) -> "Asked":
+        if self.top_p not in (None, 1) and self.temperature is None:
+            raise PydanticCustomError("top_p", "top_p needs a temperature: without one the answer is greedy")
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("stream_options", "stream_options needs stream")
+        return self
+
     @property
     def most_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -189,6 +198,8 @@ class Prompts:
             made = self.processor.apply_chat_template(
                 conversation, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
             )
+        except MemoryError:
+            raise HTTPException(503, NO_MEMORY) from None
         except Exception as error:  # a template or a processor may raise anything about what a user wrote
             raise HTTPException(400, f"the prompt is refused: {type(error).__name__}: {error}") from error
         return BatchFeature(dict(made)).to(self.model.dtype)
@@ -214,6 +225,8 @@ def _read(part: TextPart | ImagePart) -> dict[str, Any]:
         raise HTTPException(400, "an image_url must be a data: URL in base64; this server fetches nothing")
     try:
         return {"type": "image", "image": read_image(io.BytesIO(base64.b64decode(data, validate=True)))}
+    except MemoryError:
+        raise HTTPException(503, NO_MEMORY) from None
     except UnidentifiedImageError:  # whose own message names an address in memory
         raise HTTPException(400, "an image cannot be read: Pillow does not know its format") from None
     except Exception as error:  # each of Pillow's decoders raises what it likes

@@ -74,6 +74,7 @@ def serve(flags: argparse.Namespace) -> None:
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise KVCompressError(f"serve needs packages that are not here ({missing[0]}): pip install 'kvcompress[serve]'")
+    from ..hooks.resumed_prompt import why_never
     from ..inflight.loop import check_storage
     from ..policy.conflicts import PAGES, check_conflicts
     from ..policy.make import make_policy
@@ -88,6 +89,8 @@ def serve(flags: argparse.Namespace) -> None:
             if getattr(flags, flag) is not None:
                 name = flag.replace("_", "-")
                 raise KVCompressError(f"--pages-gb does not go with --{name}: transformers fills its pages as it can")
+    if flags.prefix_gb is not None and policy.engine.scope != "context-first" and (reason := why_never(policy)):
+        raise KVCompressError(f"--prefix-gb: no two prompts share anything: {reason}")
     if policy.passages:
         raise KVCompressError("protect_text= is text of one prompt, and a server answers many")
     with listening(flags.host, flags.port) as place:
@@ -96,8 +99,9 @@ def serve(flags: argparse.Namespace) -> None:
 
         host, port = place.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
-        if is_local := place.getsockname()[0].startswith(("127.", "::1")):
-            server.hosts = LOOPBACK
+        is_local = place.getsockname()[0].startswith(("127.", "::1"))
+        if is_local and server.api_key is None:  # no page knows a key
+            server.hosts = (*LOOPBACK, flags.host.lower(), place.getsockname()[0])
         print(f"serving {server.name} with {flags.method} at http://{host}:{port}/v1", flush=True)
         if server.api_key is None and not is_local:
             print("warning: whoever reaches this address may use it; --api-key asks for a key", file=sys.stderr)

@@ -14,6 +14,7 @@ from ..hooks.session import Session
 from ..inflight import Answer, InFlight, Request
 
 MOST_ERRORS = 3
+BROKEN = getattr(torch, "AcceleratorError", ())  # an error of the device, after which it computes nothing more
 
 
 @dataclass(eq=False)
@@ -99,7 +100,8 @@ class Worker:
             job.on_end(None)
 
     def cancel(self, job: Job) -> None:
-        """Take back a job: one that waits leaves the queue, one that runs ends with its next token."""
+        """Take back a job: one that waits leaves the queue, one that runs ends with the next token or piece of its
+        prompt."""
         job.is_cancelled = True
         with self._changed:
             is_waiting = job in self._waiting
@@ -141,11 +143,13 @@ class Worker:
         """Answer the jobs that wait, and those that come meanwhile."""
         self._run = session.generate_many(_Arrivals(self), **self.settings)
         for answer in self._run:
-            self._errors = 0
             with self._changed:
                 job = self._taken.pop(answer.index, None)
             if job is not None:  # else the worker was closed
                 job.on_end(answer)
+            if isinstance(answer.error, BROKEN):
+                raise answer.error
+            self._errors = 0
         self._run = None
 
     def _fail(self, error: Exception) -> None:
@@ -180,4 +184,4 @@ class _Arrivals:
                 raise StopIteration
             job = worker._taken[self._index] = worker._waiting.popleft()
         self._index += 1
-        return Request(job.inputs, job.options, job.seed, job.ends_after)
+        return Request(job.inputs, job.options, job.seed, job.ends_after, lambda: not job.is_cancelled)

@@ -28,6 +28,8 @@ def new_storage(
     `indices` is None for a cache that keeps everything, which may hold `pads`; `channels` is as in `ThinKStorage`, for
     `think`; other arguments are as in `DenseStorage` and `store`."""
     kind, device = engine.cache_implementation, keys.device
+    if kind == "offloaded" and device.type == "cuda":
+        room = 0  # new tokens wait on the device, and room would be copied to it in every step
     is_dense = indices is None or total == indices.numel()
     if kind.startswith("offloaded") and not (kind == "offloaded" and is_dense):  # dense ones move without a wait
         keys, values, indices, pads = (None if t is None else t.cpu() for t in (keys, values, indices, pads))

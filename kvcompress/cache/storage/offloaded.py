@@ -105,7 +105,7 @@ class OffloadedStorage(Storage):
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self.stream is not None and not self._inner.has_fixed_shapes:
-            self.tail.append((keys, values))
+            self.tail.append((keys.detach(), values.detach()))
             return
         self.inner.append(keys.cpu(), values.cpu())
         if self.fetched is not None:  # the buffers have room

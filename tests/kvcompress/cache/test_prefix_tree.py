@@ -8,8 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcompress.cache import prefix_tree
 from kvcompress.cache.prefix_tree import PrefixTree
 from tests.support.examples import examples
+from tests.support.in_flight import OutOfMemory
 
 prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12)
 PER_TOKEN = 8 + 2 * 3 * 4 + 4  # bytes: its id; what is computed, of two heads and of none
@@ -67,6 +69,20 @@ def test_a_prefix_that_was_found_stays_whole_when_another_prompt_splits_it():
     tree.add("model", *columns([0, 1, 0]), 0)
     assert path.tokens == 4
     assert torch.equal(path.computed(0, 4), computed[0])
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_split_for_which_there_is_no_memory_leaves_a_whole_tree(at, monkeypatch):
+    tree, memory = PrefixTree(10**9), OutOfMemory(at)
+    for prompt in ([0, 1, 2, 1], [0, 1, 2, 2]):
+        tree.add("model", *columns(prompt), 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(prefix_tree, "_cut", memory.failing(prefix_tree._cut))
+        with pytest.raises(torch.OutOfMemoryError):
+            tree.add("model", *columns([0, 2]), 0)
+    assert tree.find("model", columns([0, 1, 2, 2])[0]).tokens == 4
+    tree.shrink(0)
+    assert tree.nbytes == 0
 
 
 def test_what_was_used_least_recently_leaves_first():

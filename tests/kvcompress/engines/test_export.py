@@ -239,3 +239,9 @@ def test_a_calibration_of_partly_rotated_heads_has_no_place_in_the_file(tmp_path
 def test_an_engine_has_a_file_of_its_own_kind(flags, message, capsys):
     assert __main__.main(["export", "snapkv", "1", *flags.split()]) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize("flag", ["--tokens", "--block"])
+def test_a_flag_of_other_methods_is_not_ignored(flag, capsys):
+    assert __main__.main(["export", "cdpruner", "0.25", "--engine", "openvino", flag, "16"]) == 2
+    assert "cdpruner takes neither --tokens nor --block" in capsys.readouterr().err

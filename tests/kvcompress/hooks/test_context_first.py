@@ -108,6 +108,15 @@ def test_a_cleared_cache_has_all_of_its_room():
     assert prefixes._tree.room == 2**30
 
 
+@pytest.mark.parametrize(("device", "holds"), [(None, True), ("cpu", True), ("cpu:1", False)])
+def test_what_is_kept_of_a_context_fills_no_other_device_than_the_one_that_was_named(device, holds):
+    model, prefixes = QWEN2.build(), PrefixCache(gb=1, device=device)
+    inputs = QWEN2.inputs(model, [63])
+    for _ in range(2):
+        assert_same(answer(model, inputs, "knorm", prefixes), answer(model, inputs, "knorm"), 1e-5)
+    assert (prefixes._contexts.nbytes > 0) == holds
+
+
 def test_the_question_changes_nothing_that_is_kept_of_its_context():
     model = QWEN2.build()
     inputs = QWEN2.inputs(model, [40, 63])

@@ -345,6 +345,15 @@ def test_a_request_that_kv_gb_cannot_hold_says_so_and_the_others_are_answered(le
     assert "more than kv_gb=" in str(found[lengths.index(120)].error)
 
 
+def test_a_long_request_leaves_the_later_ones_as_many_slots_as_they_had():
+    model, requests = requests_of("qwen2", lengths=[20, 22, 100, 21, 20, 22])
+    with kvcompress.compress(model, "full") as session:
+        run = session.generate_many(requests, kv_gb=90_000 / 2**30, max_new_tokens=4, do_sample=False)
+        slots = {answer.index: run.slots for answer in run}
+    assert slots[2] == 1
+    assert slots[0] == slots[5] > 2
+
+
 FAILING = [("request_state.prepare", (3,)), ("layer.SlotLayer.update", (8,)), ("layer.SlotLayer._evict", (8,))]
 # Some layers already have the new slots when memory runs out.
 FAILING += [(f"layer.SlotLayer.{name}", at) for name in ("resize", "fill") for at in ((1,), (2,), (7,), (8,), (4, 6))]
@@ -439,9 +448,13 @@ def test_a_request_alone_that_memory_does_not_hold_ends_with_that_error(monkeypa
         return original(model, request, *args)
 
     monkeypatch.setattr(request_state, "prepare", prepare)
-    found = answers_of(model, requests, slots=4, max_new_tokens=6, do_sample=False)
+    with kvcompress.compress(model, "snapkv", 0.3) as session:
+        run = session.generate_many(requests, slots=4, max_new_tokens=6, do_sample=False)
+        found = sorted(run, key=lambda answer: answer.index)
     assert [type(answer.error) for answer in found if answer.error] == [torch.OutOfMemoryError]
     assert [len(answer.tokens) for answer in found] == [6, 6, 0, 6, 6]
+    assert run.halved > 0
+    assert run.slots == 4  # again: no number of slots could answer it
 
 
 @pytest.mark.parametrize("evicting", [{}, EVICTING], ids=["keeping", "evicting"])

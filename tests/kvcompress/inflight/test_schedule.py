@@ -280,6 +280,18 @@ def test_a_slot_that_holds_nothing_is_given_up_for_a_prompt_that_needs_the_memor
         assert isinstance(answers[1].error, torch.OutOfMemoryError)
 
 
+def test_a_request_that_nobody_wants_any_more_ends_at_the_next_piece_of_its_prompt():
+    model, passes, asked = QWEN2.build(), Passes(), iter([True, True, False])
+    prompts, expected = answered(2, 40, 3)
+    requests = passes.requests(prompts, [3, 3])
+    requests[0].is_wanted = lambda: next(asked)
+    with passes.of(model):
+        answers = run(model, requests, slots=1, prefill_tokens=10)
+    assert str(answers[0].error) == "the request was taken back"
+    assert answers[1].tokens.tolist() == expected[1]
+    assert [event for event in passes.events if isinstance(event, int)] == [10] * (2 + 4)
+
+
 def test_an_answer_ends_where_its_listener_says_and_the_slot_is_free_at_once():
     model, passes = QWEN2.build(), Passes()
     prompts, expected = answered(2, 40, 9)

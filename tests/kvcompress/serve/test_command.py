@@ -39,6 +39,10 @@ def test_what_is_wrong_is_one_line_before_anything_is_loaded(capsys, monkeypatch
         (["org/model", "full", "0.2"], "method 'full' compresses nothing"),
         ([*RIGHT, "cache_implementation=quantized"], "do not go with cache_implementation='quantized'"),
         ([*RIGHT, "--port", "70000"], "argument --port"),
+        (
+            ["org/model", "kvzip", "0.2", "--prefix-gb", "1"],
+            "--prefix-gb: no two prompts share anything: method 'kvzip'",
+        ),
         ([*RIGHT, "--host", "256.0.0.1"], "--host 256.0.0.1 --port 8000: "),
     ]:
         assert said in refused(capsys, *words)

@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from transformers import AutoModelForImageTextToText
 
 import kvcompress
+from kvcompress.hooks.session import Session
 from kvcompress.inflight.loop import InFlight
 from kvcompress.serve import app, chat
 from kvcompress.serve.command import LOOPBACK
@@ -264,6 +265,8 @@ WRONG = {
     "exceed 8192": {"messages": [{"role": "user", "content": "red " * 9000}]},
     "temperature: Input should be less than or equal to 2": {"temperature": 3},
     "n: Input should be 1": {"n": 2},
+    "top_p needs a temperature": {"top_p": 0.5},
+    "stream_options needs stream": {"stream_options": {"include_usage": True}},
     "response_format.type: Input should be 'text'": {"response_format": {"type": "json_object"}},
     "this server fetches nothing": {
         "messages": [{"role": "user", "content": [{**PIXEL, "image_url": {"url": "http://127.0.0.1/x.png"}}]}]
@@ -494,6 +497,29 @@ def test_a_worker_that_has_ended_is_not_healthy(alone, monkeypatch, capsys):
     health = client.get("/health")
     assert (health.status_code, health.json()) == (503, {"status": "the device is gone"})
     assert "RuntimeError: the device" in capsys.readouterr().err
+
+
+def test_a_broken_device_is_not_healthy_wherever_it_is_noticed(alone, monkeypatch, capsys):
+    _, client = alone
+
+    def fail(*given):
+        raise torch.AcceleratorError("an illegal memory access")
+
+    monkeypatch.setattr(Session, "_prefill", fail)
+    for status in (500, 500, 500, 503):
+        assert client.post(CHAT, json=body()).status_code == status
+    assert client.get("/health").status_code == 503
+    assert "illegal memory access" in capsys.readouterr().err
+
+
+def test_pictures_for_which_there_is_no_memory_may_be_sent_again_later(client, monkeypatch):
+    def fail(file):
+        raise MemoryError
+
+    monkeypatch.setattr(chat, "read_image", fail)
+    response = client.post(CHAT, json=body([{"role": "user", "content": [PIXEL]}]))
+    assert response.status_code == 503
+    assert "not enough memory" in response.json()["error"]["message"]
 
 
 def test_answers_that_are_not_there_when_the_server_has_ended_are_an_error(monkeypatch, long, caplog):
