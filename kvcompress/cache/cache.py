@@ -30,6 +30,7 @@ from .layer import CompressedLayer, nbytes_of
 from .new_tokens import NewTokens, check_past
 from .other_layers import check_other_layers, layer_names
 from .phases import Waiting
+from .protected import check_together
 from .scope import evictable
 from .storage.static import StaticStorage
 
@@ -169,6 +170,9 @@ class CompressedCache(DynamicCache):
         tokens = NewTokens.of(
             self.config, self.policy, is_first, batch, columns, input_ids, attention_mask, video_grid_thw, self._decode
         )
+        if not is_first:
+            lengths = [a + b for a, b in zip(memory.log.lengths_at(memory.seen), tokens.lengths, strict=True)]
+            check_together(self.policy, memory.log.protected, tokens.lasting, lengths)
         if self.policy.engine.prefill_chunk is not None or self.compressed_layers[0].hiding is not None:
             tokens = tokens.following(memory.log.vision, memory.seen)
         self.begin(tokens)

@@ -111,6 +111,16 @@ def protected_tokens(
     return {"protected": protected, "protected_lengths": tuple(in_context), "lasting": lasting}
 
 
+def check_together(policy: Policy, before: Protected | None, new: Protected | None, lengths: list[int]) -> None:
+    """Raise KVCompressError if what is protected of earlier prompts and of a new one has no room at the next eviction;
+    `lengths` are each row's real tokens, the new ones included."""
+    if before is None or new is None or policy.decode is None:
+        return
+    for row, (length, *entries) in enumerate(zip(lengths, before.entries, new.entries, strict=True)):
+        most = policy.decode(length + policy.decode_interval)
+        _check(policy, row, sum(entries) + 1, most, f"{most} stay while decoding, the latest among them")
+
+
 def _check(policy: Policy, row: int, needed: int, room: int, what: str) -> None:
     if needed > room:
         given = {name: getattr(policy.engine, name) for name in ("protect", "protect_text")}

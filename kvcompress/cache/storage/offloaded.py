@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ...device import on_device
+from ...scoring.layer_view import Kept
 from .base import Storage, lasting, with_appended
 from .dense import DenseStorage
 
@@ -163,6 +164,12 @@ class OffloadedStorage(Storage):
         tail = self._tail_length
         columns = on_device(self.inner.columns(seen - tail), self.device)
         return with_appended(columns, tail, seen) if tail else columns
+
+    def kept(self, seen: int) -> Kept:
+        if not self._inner.has_fixed_shapes:
+            return super().kept(seen)
+        here = self.inner.kept(seen)
+        return Kept(*(part.to(self.device) for part in (here.keys, here.values, here.indices)))
 
     def fork(self) -> "OffloadedStorage":
         twin = super().fork()

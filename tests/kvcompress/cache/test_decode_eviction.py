@@ -302,3 +302,16 @@ def test_a_steps_shares_of_the_layers_are_computed_once_for_all_layers():
         generate(model, inputs, 3)
     steps, rows = 2, 2  # the prompt gives the first token
     assert allocated.cache_info().misses == steps * rows
+
+
+def test_where_decoding_left_one_layer_whole_and_others_not_all_wait_for_a_second_reading():
+    model = FAMILIES["qwen2"].build()
+    options = {"budget": 512, "layer_budget": "pyramid", "decode_ratio": 0.62, "decode_interval": 16}
+    with kvcompress.compress(model, "kvzip", **options) as session, torch.no_grad():
+        cache = model(**FAMILIES["qwen2"].inputs(model, [184]), use_cache=True).past_key_values
+        for _ in range(16):
+            model(torch.tensor([[7]]), past_key_values=cache)
+        assert [layer.is_whole for layer in cache.layers] == [True, False, False]
+        model(FAMILIES["qwen2"].inputs(model, [100])["input_ids"], past_key_values=cache)
+        model(torch.tensor([[7]]), past_key_values=cache)
+    assert session.cache.seen_tokens == 301

@@ -102,6 +102,21 @@ def test_chunks_keep_what_is_protected():
         assert {*range(12), *range(30, 41)} <= set(head)
 
 
+@pytest.mark.parametrize("layer_budget", ["uniform", "entropy"])
+def test_prompts_that_together_protect_more_than_stays_while_decoding_are_refused_before_the_second(layer_budget):
+    model = QWEN2.build()
+    options = {"protect": "prompt", "decode_budget": 64, "layer_budget": layer_budget}
+    with kvcompress.compress(model, "snapkv", 1.0, **options) as session, torch.no_grad():
+        cache = model(**QWEN2.inputs(model, [40]), use_cache=True).past_key_values
+        with pytest.raises(KVCompressError, match="protect='prompt' needs 71 entries in row 0, but 64 stay"):
+            model(QWEN2.inputs(model, [30])["input_ids"], past_key_values=cache)
+        assert cache.seen_tokens == 40
+        model(QWEN2.inputs(model, [20])["input_ids"], past_key_values=cache)
+        for _ in range(20):
+            model(torch.tensor([[7]]), past_key_values=cache)
+    assert session.cache.seen_tokens == 80
+
+
 def test_a_later_prompt_protects_its_own_end():
     model = QWEN2.build()
     first, second = (QWEN2.inputs(model, [30], seed=seed)["input_ids"] for seed in (1, 2))
