@@ -18,10 +18,13 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..calibration.text import read_text
 from ..errors import KVCompressError, one_line
-from ..files import parse_json, write_text, write_torch
+from ..files import UNFINISHED, parse_json, write_text, write_torch
 from ..hooks.model import text_decoder, unwrapped
 
 SAVE_EVERY_S = 60.0  # seconds of gradient steps that a cut may lose
+SETTINGS, DESCENT = "settings.json", "descent.pt"  # files of the state; the others hold what was read
+UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError, UnpicklingError)
+READING = ("method", "model", "dtype", "text", "seed", "pieces", "length", "tokens")  # what these depend on
 
 
 @dataclass
@@ -32,7 +35,7 @@ class Run:
         out: the file or folder to write.
         text: the text to learn from.
         seed: for everything that is drawn.
-        settings: all that the result depends on; a state with others is not continued.
+        settings: all that the result depends on; steps with others are not continued.
         model, tokenizer: None until loaded.
     """
 
@@ -59,26 +62,36 @@ class Run:
         return self.decoder.config
 
     def check_state(self) -> None:
-        """Raise KVCompressError if the state that is there belongs to another training."""
-        file = self.state / "settings.json"
-        if not file.exists():
+        """Raise KVCompressError if the state that is there belongs to another training, or is none.
+
+        Steps belong to all settings, what was read only to those in READING; a state with neither to anybody."""
+        if not self.state.exists():
+            return
+        shown, held = str(self.state), set()
+        if self.state.is_dir():
+            held = {file.name for file in self.state.iterdir() if not file.name.startswith(UNFINISHED)}
+        if SETTINGS not in held:
+            if held or not self.state.is_dir():
+                raise KVCompressError(f"{shown!r} is not the state of a training: remove it, or give another --out")
             return
         try:
-            found = parse_json(file.read_bytes())
+            found = parse_json((self.state / SETTINGS).read_bytes())
         except (OSError, ValueError):
             found = None
-        ours = parse_json(json.dumps(self.settings))
-        if found != ours:
-            found = found if isinstance(found, dict) else {}
-            differ = [name for name in {**ours, **found} if ours.get(name) != found.get(name)]
-            raise KVCompressError(
-                f"{str(self.state)!r} was left by a training with other settings ({', '.join(differ)}): give "
-                "these again to go on, or another --out, or remove it"
-            )
+        found, ours = found if isinstance(found, dict) else {}, parse_json(json.dumps(self.settings))
+        differ = [name for name in {**ours, **found} if ours.get(name) != found.get(name)]
+        is_read_alike = not set(READING) & set(differ)
+        if not differ or held == {SETTINGS} or (is_read_alike and DESCENT not in held):
+            return
+        rid = f"remove {DESCENT!r} in it, which keeps what was read" if is_read_alike else "remove it"
+        raise KVCompressError(
+            f"{shown!r} was left by a training with other settings ({', '.join(differ)}): give these again to go on, "
+            f"or another --out, or {rid}"
+        )
 
     def begin(self, needed_bytes: int = 0) -> None:
         """Create the folder of the state. Raises KVCompressError if the disk has no room for `needed_bytes`."""
-        write_text(self.state / "settings.json", json.dumps(self.settings, indent=1))
+        write_text(self.state / SETTINGS, json.dumps(self.settings, indent=1))
         there = sum(file.stat().st_size for file in self.state.iterdir())
         free = shutil.disk_usage(self.state).free
         if needed_bytes - there > free:
@@ -92,7 +105,7 @@ class Run:
         """Turn errors in reading the state into a KVCompressError of one line."""
         try:
             yield
-        except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError, UnpicklingError) as error:
+        except UNREADABLE as error:
             message = one_line(error, 200)
             raise KVCompressError(f"{str(self.state)!r} cannot be read: {message}; remove it to start again") from error
 
@@ -118,10 +131,11 @@ class Run:
             rate: the learning rate of a step.
             clip: the largest norm of all gradients together.
 
-        Raises KVCompressError once the weights are not finite any more, when they would be saved.
+        Raises KVCompressError once the weights are not finite any more, when they would be saved; no step is kept then,
+        so that another rate may follow.
         """
         weights = [part for layer in layers for part in layer.values()]
-        descent, file = optimizer(weights), self.state / "descent.pt"
+        descent, file = optimizer(weights), self.state / DESCENT
         with self.reading_state():
             first = _restore(file, weights, descent)
         saved = time.monotonic()
@@ -137,9 +151,9 @@ class Run:
                 descent.zero_grad()
                 if time.monotonic() - saved >= SAVE_EVERY_S or step == steps - 1:
                     if not all(bool(part.isfinite().all()) for part in weights):
+                        file.unlink(missing_ok=True)
                         raise KVCompressError(
-                            f"by step {step + 1} of {steps} training has diverged: remove {str(self.state)!r} "
-                            "and give a smaller rate="
+                            f"by step {step + 1} of {steps} training has diverged: give a smaller rate="
                         )
                     bar.set_postfix(loss=f"{loss.item():.4g}")
                     state = {"step": step + 1, "weights": weights, "optimizer": descent.state_dict()}

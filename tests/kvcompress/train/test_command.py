@@ -105,6 +105,8 @@ def nothing_loads(monkeypatch):
         (["kvzap", "MODEL", "--out", "blank.txt"], "--out 'blank.txt' is a file, and kvzap writes a folder"),
         (["kvzap", "MODEL", "--dtype", "float16"], "--dtype: invalid choice: 'float16'"),
         (["kvzap", "MODEL", "--out", "old", "pieces=7"], "other settings (method, "),
+        (["kvzap", "MODEL", "--out", "mine"], "mine.state' is not the state of a training: remove it, or give another"),
+        (["kvzap", "MODEL", "--out", "file"], "file.state' is not the state of a training: remove it, or give another"),
         (["kvzap", "no/such/model"], "model 'no/such/model' cannot be loaded"),
         (["kvzap", "SLIDING"], "training kvzap needs full attention in all layers"),
     ],
@@ -117,6 +119,10 @@ def test_bad_input_is_one_line(words, message, tiny, text, tmp_path, monkeypatch
     Path("binary.txt").write_bytes(b"\xff\xfe\x00")
     Path("old.state").mkdir()
     Path("old.state", "settings.json").write_text(json.dumps({"method": "other", "pieces": 3}))
+    Path("old.state", "piece-00000.safetensors").touch()
+    Path("mine.state").mkdir()
+    Path("mine.state", "thesis.txt").touch()
+    Path("file.state").touch()
     if "SLIDING" in words:
         MORE_FAMILIES["gemma3"].build().config.save_pretrained("SLIDING")
     before = sorted(path.name for path in tmp_path.rglob("*"))
@@ -137,16 +143,51 @@ def test_too_little_text_is_one_line(tiny, tmp_path, capsys):
     assert f"at least {3 * kvzap.HELD_OUT} are needed" in capsys.readouterr().err
 
 
-def test_a_training_that_diverges_writes_nothing(tiny, text, tmp_path, capsys):
-    argv = ["train", "kvzap", tiny, *SMALL["kvzap"], "rate=1e9", "--text", str(text), "--out", str(tmp_path / "out")]
-    assert main(argv) == 2
+def test_after_a_training_that_diverged_another_rate_learns_from_what_was_read(tiny, text, tmp_path, capsys, reads):
+    argv = ["train", "kvzap", tiny, *SMALL["kvzap"], "--text", str(text), "--out", str(tmp_path / "out")]
+    assert main([*argv, "rate=1e9"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: by step ")
-    assert error.endswith("out.state' and give a smaller rate=")
+    assert error.endswith("training has diverged: give a smaller rate=")
     assert not (tmp_path / "out").exists()
+    assert main([*argv, "rate=1e-3"]) == 0
+    assert len(reads) == 4
+    assert main([*argv[:-1], str(tmp_path / "alone"), "rate=1e-3"]) == 0
+    found, expected = (weights_in("kvzap", tmp_path / name) for name in ("out", "alone"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("file", "damage"), [("piece-00001.safetensors", b"{}"), ("descent.pt", b"PK")])
+@pytest.fixture
+def reads(monkeypatch) -> list[str]:
+    """The files of pieces that are written."""
+    names, save = [], samples._save
+    monkeypatch.setattr(samples, "_save", lambda found, path: (names.append(path.name), save(found, path)))
+    return names
+
+
+def test_steps_are_not_continued_with_other_options_but_what_was_read_may_be(
+    tiny, text, tmp_path, monkeypatch, capsys, reads
+):
+    argv = ["train", "kvzap", tiny, *SMALL["kvzap"], "--text", str(text), "--out", str(tmp_path / "out")]
+    with monkeypatch.context() as patch:
+        cut_at(patch, 3)
+        with pytest.raises(Cut):
+            main(argv)
+    assert main([*argv, "hidden=5"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "other settings (hidden): " in error
+    assert error.endswith("or remove 'descent.pt' in it, which keeps what was read")
+    (tmp_path / "out.state" / "descent.pt").unlink()
+    assert main([*argv, "tokens=40", "hidden=5"]) == 2
+    assert "other settings (tokens, hidden): " in capsys.readouterr().err
+    assert main([*argv, "hidden=5"]) == 0
+    assert len(reads) == 4
+    assert weights_in("kvzap", tmp_path / "out")["0.0.bias"].shape == (5,)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"), [("piece-00001.safetensors", b"{}"), ("descent.pt", b"PK"), ("descent.pt", b"")]
+)
 def test_a_damaged_state_is_one_line(file, damage, tiny, text, tmp_path, monkeypatch, capsys):
     argv = ["train", "kvzap", tiny, *SMALL["kvzap"], "--text", str(text), "--out", str(tmp_path / "out")]
     cut_at(monkeypatch, 3)
