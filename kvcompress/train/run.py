@@ -24,7 +24,7 @@ from ..hooks.model import text_decoder, unwrapped
 SAVE_EVERY_S = 60.0  # seconds of gradient steps that a cut may lose
 SETTINGS, DESCENT = "settings.json", "descent.pt"  # files of the state; the others hold what was read
 UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError, UnpicklingError)
-READING = ("method", "model", "dtype", "text", "seed", "pieces", "length", "tokens")  # what these depend on
+READING = ("method", "model", "dtype", "text", "seed", "pieces", "length", "tokens", "weights")  # for what was read
 
 
 @dataclass
@@ -79,6 +79,8 @@ class Run:
         except (OSError, ValueError):
             found = None
         found, ours = found if isinstance(found, dict) else {}, parse_json(json.dumps(self.settings))
+        if self.model is None:
+            found.pop("weights", None)
         differ = [name for name in {**ours, **found} if ours.get(name) != found.get(name)]
         is_read_alike = not set(READING) & set(differ)
         if not differ or held == {SETTINGS} or (is_read_alike and DESCENT not in held):
@@ -90,7 +92,12 @@ class Run:
         )
 
     def begin(self, needed_bytes: int = 0) -> None:
-        """Create the folder of the state. Raises KVCompressError if the disk has no room for `needed_bytes`."""
+        """Create the folder of the state, once the model is loaded.
+
+        Raises KVCompressError if the state belongs to other weights of the same name, or if the disk has no room for
+        `needed_bytes`."""
+        self.settings["weights"] = _mark(self.decoder)
+        self.check_state()
         write_text(self.state / SETTINGS, json.dumps(self.settings, indent=1))
         there = sum(file.stat().st_size for file in self.state.iterdir())
         free = shutil.disk_usage(self.state).free
@@ -160,6 +167,15 @@ class Run:
                     write_torch(file, state)
                     saved = time.monotonic()
                 bar.update()
+
+
+def _mark(decoder: PreTrainedModel) -> str:
+    """Hash some numbers of each weight: they tell apart checkpoints of the same name, on every device."""
+    made = hashlib.sha256()
+    for name, weight in decoder.named_parameters():
+        some = weight.detach().flatten()[:: max(weight.numel() // 64, 1)].contiguous().cpu()
+        made.update(name.encode() + some.view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()[:16]
 
 
 def _restore(file: Path, weights: list[torch.Tensor], descent: torch.optim.Optimizer) -> int:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import kvcompress
 from kvcompress.__main__ import main
@@ -200,6 +201,21 @@ def test_a_damaged_state_is_one_line(file, damage, tiny, text, tmp_path, monkeyp
     assert error.startswith("error: ")
     assert " cannot be read: " in error
     assert error.endswith("; remove it to start again")
+
+
+def test_other_weights_of_the_same_name_do_not_go_on(text, tmp_path, monkeypatch, capsys):
+    model = save_checkpoint("qwen2", tmp_path / "model")
+    argv = ["train", "kvzap", model, *SMALL["kvzap"], "--text", str(text), "--out", str(tmp_path / "out")]
+    with monkeypatch.context() as patch:
+        cut_at(patch, 3)
+        with pytest.raises(Cut):
+            main(argv)
+    changed = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        changed.model.layers[1].self_attn.v_proj.weight.mul_(1.01)
+    changed.save_pretrained(model)
+    assert main(argv) == 2
+    assert "out.state' was left by a training with other settings (weights): " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
