@@ -48,14 +48,18 @@ def check_layers(config: PreTrainedConfig, method: str) -> None:
         )
 
 
-def gather(run: Run, read: Callable[[list[int]], Samples], pieces: int, length: int, tokens: int | None) -> Samples:
-    """Read pieces of the run's text, and return `tokens` of each, drawn at random; None: all tokens.
+def gather(
+    run: Run, read: Callable[[list[int]], Samples], pieces: int, length: int, tokens: int, every: int
+) -> tuple[Samples, torch.Tensor, torch.Tensor]:
+    """Read pieces of the run's text, and return `tokens` of each, drawn at random, and `held_out` of these.
 
     `read` returns the samples of a piece of `length` token ids, on any device. Pieces that an earlier run has read are
-    not read again."""
+    not read again. Raises KVCompressError, before any is read, if there are too few tokens, and after the first one if
+    the model computes numbers that are not finite."""
     text = run.config
     chosen = cut(token_ids(run.text, run.tokenizer), length, pieces, run.seed)
-    per_piece = len(chosen[0]) if tokens is None else min(tokens, len(chosen[0]))
+    per_piece = min(tokens, len(chosen[0]))
+    learned, checked = held_out(len(chosen) * per_piece, every)
     size = len(chosen) * per_piece * text.num_hidden_layers
     run.begin(size * (text.hidden_size * run.model.dtype.itemsize + text.num_key_value_heads * 4))
     files = [run.state / f"piece-{number:05}.safetensors" for number in range(len(chosen))]
@@ -63,6 +67,11 @@ def gather(run: Run, read: Callable[[list[int]], Samples], pieces: int, length: 
     with progress("reading", len(files), len(files) - len(missing)) as bar:
         for number in missing:
             found = read(chosen[number])
+            if not (found.hidden.isfinite().all() and found.scores.isfinite().all()):
+                dtype = str(run.model.dtype).removeprefix("torch.")
+                raise KVCompressError(
+                    f"in {dtype} this model computes numbers that are not finite: give another --dtype"
+                )
             draw = torch.Generator().manual_seed(run.seed * len(files) + number)
             some = torch.randperm(found.scores.shape[2], generator=draw)[:per_piece].sort().values
             _save(Samples(found.hidden[:, some].cpu(), found.scores[..., some].cpu()), files[number])
@@ -70,7 +79,7 @@ def gather(run: Run, read: Callable[[list[int]], Samples], pieces: int, length: 
     with run.reading_state():
         parts = [load_file(file) for file in files]
         hidden, scores = ([part[name] for part in parts] for name in ("hidden", "scores"))
-        return Samples(torch.cat(hidden, 1), torch.cat(scores, 2))
+        return Samples(torch.cat(hidden, 1), torch.cat(scores, 2)), learned, checked
 
 
 def _save(samples: Samples, path: Path) -> None:

@@ -137,11 +137,39 @@ def test_bad_input_is_one_line(words, message, tiny, text, tmp_path, monkeypatch
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
-def test_too_little_text_is_one_line(tiny, tmp_path, capsys):
+def test_too_little_text_is_one_line_before_any_is_read(tiny, tmp_path, capsys, reads):
     (tmp_path / "short.txt").write_text("abc abc")
     argv = ["train", "kvzap", tiny, "--text", str(tmp_path / "short.txt"), "--out", str(tmp_path / "out")]
     assert main(argv) == 2
     assert f"at least {3 * kvzap.HELD_OUT} are needed" in capsys.readouterr().err
+    assert not reads
+    assert not (tmp_path / "out.state").exists()
+
+
+@pytest.mark.parametrize("kind", ["mlp", "linear"])
+def test_a_model_that_computes_no_finite_numbers_is_one_line(kind, text, tmp_path, capsys, reads):
+    broken = AutoModelForCausalLM.from_pretrained(save_checkpoint("qwen2", tmp_path / "model"))
+    with torch.no_grad():
+        broken.model.layers[0].mlp.down_proj.weight[3, 3] = torch.inf
+    broken.save_pretrained(tmp_path / "model")
+    argv = ["train", "kvzap", str(tmp_path / "model"), *SMALL["kvzap"], f"kind={kind}", "--text", str(text)]
+    assert main([*argv, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == "error: in float32 this model computes numbers that are not finite: give another --dtype"
+    assert not reads
+
+
+def test_a_training_that_is_cut_at_its_very_end_goes_on(tiny, text, tmp_path, monkeypatch):
+    argv = ["train", "kvzap", tiny, *SMALL["kvzap"], "--text", str(text), "--out", str(tmp_path / "out")]
+
+    def cut(*args):
+        raise Cut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kvzap, "agreement", cut)
+        with pytest.raises(Cut):
+            main(argv)
+    assert main(argv) == 0
 
 
 def test_after_a_training_that_diverged_another_rate_learns_from_what_was_read(tiny, text, tmp_path, capsys, reads):
