@@ -93,15 +93,21 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]
     Without a chat template: the beginning of a text, and a line break. Raises KVCompressError if the template fails."""
     if not tokenizer.chat_template:
         return tokenizer("").input_ids, plain_ids(tokenizer, "\n")
-    said = [{"role": "user", "content": PLACE}]
-    try:
-        chat = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    except TemplateError as error:
-        raise KVCompressError(f"the model's chat template cannot be used: {one_line(error)}") from None
-    before, found, after = chat.rpartition(PLACE)
-    if not found:
-        raise KVCompressError("the model's chat template cannot be used: it leaves out what a user says")
-    return plain_ids(tokenizer, before), plain_ids(tokenizer, after)
+    problem = ""
+    for content in (PLACE, [{"type": "text", "text": PLACE}]):  # templates of models that see may know parts only
+        said = [{"role": "user", "content": content}]
+        try:
+            chat = tokenizer.apply_chat_template(
+                said, tokenize=False, add_generation_prompt=True, enable_thinking=False
+            )
+        except (TemplateError, TypeError) as error:
+            problem = problem or one_line(error)
+            continue
+        before, found, after = chat.rpartition(PLACE)
+        if found:
+            return plain_ids(tokenizer, before), plain_ids(tokenizer, after)
+        problem = problem or "it leaves out what a user says"
+    raise KVCompressError(f"the model's chat template cannot be used: {problem}")
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -259,6 +259,20 @@ def test_a_chat_template_that_fails_is_one_line(template, message, run):
         samples.chat_frame(run.tokenizer)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "{% for part in message.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}",
+        "{{ message.content[0].text + '' }}",
+    ],
+    ids=["nothing of a string is found", "a string fails"],
+)
+def test_a_chat_template_may_know_parts_only(words, run):
+    run.tokenizer.chat_template = "{% for message in messages %}USER: " + words + " ASSISTANT:{% endfor %}"
+    found = tuple(run.tokenizer.decode(ids) for ids in samples.chat_frame(run.tokenizer))
+    assert found == ("USER:", "ASSISTANT:")
+
+
 def test_without_a_chat_template_a_text_begins_and_a_line_ends(run):
     run.tokenizer.chat_template = None
     assert samples.chat_frame(run.tokenizer) == (run.tokenizer("").input_ids, samples.plain_ids(run.tokenizer, "\n"))
