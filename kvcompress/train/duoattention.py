@@ -82,7 +82,9 @@ def train(run: Run, options: Options) -> str:
     places = [layer.layer_idx for layer in CompressedCache(config).compressed_layers]
     model = files.ModelIdentity.of(config, len(places))
     gates = [torch.ones(model.kv_heads, device=run.model.device, requires_grad=True) for _ in places]
-    mixed = MixedAttention(dict(zip(places, gates, strict=True)), options.sinks, options.recent)
+    mixed = MixedAttention(
+        with_readers(run.config, dict(zip(places, gates, strict=True))), options.sinks, options.recent
+    )
 
     def loss_of(step: int) -> torch.Tensor:
         ids, answers = prompts.of(step)
@@ -108,6 +110,20 @@ def train(run: Run, options: Options) -> str:
     made = files.Calibration("duoattention", model, {"gates": learned}, kept, data, options.steps, tokens, run.seed)
     files.save(made, run.out)
     return f"gates from {options.steps} steps; {int((learned > 0.5).sum())} of {learned.numel()} above 0.5"
+
+
+def with_readers(config: PreTrainedConfig, gates: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Add the layers without keys of their own (Gemma 3n and 4): each has the gates of the layer whose keys it reads.
+
+    `config` is the text decoder's."""
+    layers = config.num_hidden_layers
+    first, kinds = layers - (getattr(config, "num_kv_shared_layers", None) or 0), getattr(config, "layer_types", None)
+    found = dict(gates)
+    for reader in range(first, layers):
+        owner = max(index for index in range(first) if kinds[index] == kinds[reader])
+        if owner in gates:
+            found[reader] = gates[owner]
+    return found
 
 
 class MixedAttention:
