@@ -15,6 +15,7 @@ from ..calibration.text import cut, token_ids
 from ..clusters.learned import LearnedKVCluster
 from ..errors import KVCompressError, one_line
 from ..files import replacing
+from ..hooks.hidden_states import attention_layers
 from ..learned.checkpoints import Weights
 from .run import Run, progress
 
@@ -57,6 +58,11 @@ def gather(
     not read again. Raises KVCompressError, before any is read, if there are too few tokens, and after the first one if
     the model computes numbers that are not finite."""
     text = run.config
+    if missing := sorted(set(range(text.num_hidden_layers)) - attention_layers(run.decoder).keys()):
+        raise KVCompressError(
+            f"training reads the hidden states that enter attention layers: those of {type(run.decoder).__name__}'s "
+            f"layers {missing} are not found"
+        )
     chosen = cut(token_ids(run.text, run.tokenizer), length, pieces, run.seed)
     per_piece = min(tokens, len(chosen[0]))
     learned, checked = held_out(len(chosen) * per_piece, every)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
 
 import kvcompress
 from kvcompress.__main__ import main
@@ -293,6 +293,16 @@ def test_models_that_see_learn_from_text(method, family, layers, text, tmp_path)
     found = weights_in(method, out)
     count = len(found["gates"]) if "gates" in found else len({name.split(".")[0] for name in found})
     assert count == layers
+
+
+@pytest.mark.parametrize("method", ["kvzap", "fastkvzip"])
+def test_a_model_whose_attention_layers_are_not_found_is_one_line(method, tiny, text, tmp_path, capsys):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=200, **sizes)).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "model")
+    argv = ["train", method, str(tmp_path / "model"), *SMALL[method], "--text", str(text)]
+    assert main([*argv, "--out", str(tmp_path / "out")]) == 2
+    assert "those of GPTNeoXModel's layers [0, 1] are not found" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_too_full_a_disk_is_one_line(run):
