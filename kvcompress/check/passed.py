@@ -13,15 +13,15 @@ def record() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcompress" / "checked.json"
 
 
-def note(file: Path) -> None:
-    """Record that this file has passed."""
+def note(file: Path, content: str) -> None:
+    """Record that this file has passed with a content of this hash, whatever it holds by now."""
     record().parent.mkdir(parents=True, exist_ok=True)
-    write_text(record(), json.dumps({**_noted(), str(file): _hash(file)}, indent=2) + "\n")
+    write_text(record(), json.dumps({**_noted(), str(file): content}, indent=2) + "\n")
 
 
 def has_passed(file: Path) -> bool:
     """Return whether this file has passed and not changed since."""
-    return _noted().get(str(file)) == _hash(file)
+    return _noted().get(str(file)) == hash_of(file)
 
 
 def _noted() -> dict[str, str]:
@@ -32,5 +32,6 @@ def _noted() -> dict[str, str]:
     return noted if isinstance(noted, dict) else {}
 
 
-def _hash(file: Path) -> str:
+def hash_of(file: Path) -> str:
+    """Return the hash of a file's content."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
