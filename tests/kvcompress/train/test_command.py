@@ -102,6 +102,7 @@ def nothing_loads(monkeypatch):
         (["kvzap", "MODEL", "--text", "none.txt"], "--text 'none.txt' cannot be read: No such file"),
         (["kvzap", "MODEL", "--text", "blank.txt"], "--text 'blank.txt' is empty"),
         (["kvzap", "MODEL", "--text", "binary.txt"], "--text 'binary.txt' cannot be read: it is not UTF-8"),
+        (["fastkvzip", "MODEL", "--text", "book", "--out", "./book"], "book' would overwrite the file of --text"),
         (["kvzap", "MODEL", "--out", "folder"], "Is a directory"),
         (["kvzap", "MODEL", "--out", "blank.txt"], "--out 'blank.txt' is a file, and kvzap writes a folder"),
         (["kvzap", "MODEL", "--dtype", "float16"], "--dtype: invalid choice: 'float16'"),
@@ -116,6 +117,7 @@ def nothing_loads(monkeypatch):
 def test_bad_input_is_one_line(words, message, tiny, text, tmp_path, monkeypatch, capsys, nothing_loads):
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
+    Path("book").write_text("once upon a time")
     Path("blank.txt").write_text(" \n")
     Path("binary.txt").write_bytes(b"\xff\xfe\x00")
     Path("old.state").mkdir()
