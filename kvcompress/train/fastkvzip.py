@@ -55,9 +55,21 @@ class Options:
 def train(run: Run, options: Options) -> str:
     """Write the file, and return a summary."""
     before, after = chat_frame(run.tokenizer)
+    before = before + plain_ids(run.tokenizer, TASK)
     asked = [plain_ids(run.tokenizer, text) for text in (REPEAT, REPEAT_FROM)]
-    read = partial(kvzip, run.decoder, before + plain_ids(run.tokenizer, TASK), asked, after)
-    samples, learned, checked = gather(run, read, options.pieces, options.length, options.tokens, HELD_OUT)
+    read = partial(kvzip, run.decoder, before, asked, after)
+
+    def fed(tokens: int) -> int:
+        return (
+            len(before)
+            + tokens
+            + len(asked[tokens > CHUNK])
+            + FROM * (tokens > CHUNK)
+            + len(after)
+            + min(tokens, CHUNK)
+        )
+
+    samples, learned, checked = gather(run, read, fed, options.pieces, options.length, options.tokens, HELD_OUT)
     fitted = fit(run, options, samples, learned)
     layers = [{name: part.detach().cpu() for name, part in layer.items()} for layer in fitted]
     right = agreement(FastKVzipKVCluster(), layers, samples.at(checked))

@@ -52,8 +52,13 @@ class Options:
 def train(run: Run, options: Options) -> str:
     """Write the folder, and return a summary."""
     before, after = chat_frame(run.tokenizer)
-    read = partial(kvzip_plus, run.decoder, before, plain_ids(run.tokenizer, REPEAT) + after)
-    samples, learned, checked = gather(run, read, options.pieces, options.length, options.tokens, HELD_OUT)
+    between = plain_ids(run.tokenizer, REPEAT) + after
+    read = partial(kvzip_plus, run.decoder, before, between)
+
+    def fed(tokens: int) -> int:
+        return len(before) + len(between) + 2 * tokens
+
+    samples, learned, checked = gather(run, read, fed, options.pieces, options.length, options.tokens, HELD_OUT)
     fit = fit_linear if options.kind == "linear" else partial(fit_mlp, options)
     layers = [{name: part.detach().cpu() for name, part in layer.items()} for layer in fit(run, samples, learned)]
     right = agreement(KVzapKVCluster(), layers, samples.at(checked))

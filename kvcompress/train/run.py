@@ -61,6 +61,20 @@ class Run:
         """The text decoder's."""
         return self.decoder.config
 
+    def warn_beyond(self, tokens: int, option: str) -> None:
+        """Warn if a model is to read more tokens at once than it was made for: all that is learned would be noise."""
+        most, rotary = (
+            getattr(self.config, "max_position_embeddings", None),
+            getattr(self.config, "rope_parameters", None),
+        )
+        is_stretched = "'factor'" in repr(rotary)  # the limit may be that before stretching
+        if isinstance(most, int) and tokens > most and not is_stretched:
+            print(
+                f"warning: the model was made for {most} tokens and will read {tokens} at once: a smaller {option}= is "
+                "needed to learn anything of use",
+                file=sys.stderr,
+            )
+
     def check_state(self) -> None:
         """Raise KVCompressError if the state that is there belongs to another training, or is none.
 

@@ -50,13 +50,20 @@ def check_layers(config: PreTrainedConfig, method: str) -> None:
 
 
 def gather(
-    run: Run, read: Callable[[list[int]], Samples], pieces: int, length: int, tokens: int, every: int
+    run: Run,
+    read: Callable[[list[int]], Samples],
+    fed: Callable[[int], int],
+    pieces: int,
+    length: int,
+    tokens: int,
+    every: int,
 ) -> tuple[Samples, torch.Tensor, torch.Tensor]:
     """Read pieces of the run's text, and return `tokens` of each, drawn at random, and `held_out` of these.
 
-    `read` returns the samples of a piece of `length` token ids, on any device. Pieces that an earlier run has read are
-    not read again. Raises KVCompressError, before any is read, if there are too few tokens, and after the first one if
-    the model computes numbers that are not finite."""
+    `read` returns the samples of a piece of `length` token ids, on any device; `fed` says how many tokens the model has
+    then read, given those of the piece. Pieces that an earlier run has read are not read again. Raises KVCompressError,
+    before any is read, if there are too few tokens, and after the first one if the model computes numbers that are not
+    finite."""
     text = run.config
     if missing := sorted(set(range(text.num_hidden_layers)) - attention_layers(run.decoder).keys()):
         raise KVCompressError(
@@ -66,6 +73,7 @@ def gather(
     chosen = cut(token_ids(run.text, run.tokenizer), length, pieces, run.seed)
     per_piece = min(tokens, len(chosen[0]))
     learned, checked = held_out(len(chosen) * per_piece, every)
+    run.warn_beyond(fed(len(chosen[0])), "length")
     size = len(chosen) * per_piece * text.num_hidden_layers
     run.begin(size * (text.hidden_size * run.model.dtype.itemsize + text.num_key_value_heads * 4))
     files = [run.state / f"piece-{number:05}.safetensors" for number in range(len(chosen))]

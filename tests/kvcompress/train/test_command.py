@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 import kvcompress
 from kvcompress.__main__ import main
+from kvcompress.cache_name import CACHE
 from kvcompress.calibration import command as calibration_command
 from kvcompress.calibration import files
 from kvcompress.learned import checkpoints
-from kvcompress.train import kvzap, run, samples
+from kvcompress.train import fastkvzip, kvzap, run, samples
 from tests.support.checkpoints import save_checkpoint
 from tests.support.families import FAMILIES, MORE_FAMILIES
 
@@ -305,6 +307,34 @@ def test_a_model_whose_attention_layers_are_not_found_is_one_line(method, tiny, 
     argv = ["train", method, str(tmp_path / "model"), *SMALL[method], "--text", str(text)]
     assert main([*argv, "--out", str(tmp_path / "out")]) == 2
     assert "those of GPTNeoXModel's layers [0, 1] are not found" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("method", SMALL)
+def test_more_tokens_than_a_model_was_made_for_are_warned_of(method, text, tmp_path, monkeypatch, capsys):
+    """To the token, except for DuoAttention's prompts, which vary in length: the model is watched."""
+    config = AutoConfig.from_pretrained(save_checkpoint("qwen2", tmp_path / "model"))
+    monkeypatch.setattr(fastkvzip, "CHUNK", 30)
+    fed, forward = [], Qwen2Model.forward
+
+    def watched(self, input_ids=None, **kwargs):
+        cache = kwargs.get(CACHE)
+        fed.append(input_ids.shape[1] + (cache.get_seq_length() if cache is not None else 0))
+        return forward(self, input_ids, **kwargs)
+
+    monkeypatch.setattr(Qwen2Model, "forward", watched)
+    argv = ["train", method, str(tmp_path / "model"), *SMALL[method], "--text", str(text), "--out"]
+    assert main([*argv, str(tmp_path / "out")]) == 0
+    assert "warning" not in capsys.readouterr().err
+    vary = 40 if method == "duoattention" else 0
+    for most, warnings in ((max(fed) + vary, 0), (max(fed) - 1 - vary, 1)):
+        config.max_position_embeddings = most
+        config.save_pretrained(tmp_path / "model")
+        assert main([*argv, str(tmp_path / str(most))]) == 0
+        assert capsys.readouterr().err.count(" at once: a smaller l") == warnings
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config.save_pretrained(tmp_path / "model")
+    assert main([*argv, str(tmp_path / "stretched")]) == 0
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_too_full_a_disk_is_one_line(run):
