@@ -104,10 +104,11 @@ def load(
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    from ..device import default_device
+    from ..device import checked_device
 
+    where = checked_device(device)  # not found out once the weights are in memory
     sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     with loading(name):
         tokenizer = AutoTokenizer.from_pretrained(name)
-        return auto.from_pretrained(name, dtype=dtype).eval().to(device or default_device()), tokenizer
+        return auto.from_pretrained(name, dtype=dtype).eval().to(where), tokenizer

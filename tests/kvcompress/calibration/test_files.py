@@ -224,6 +224,14 @@ def test_a_wrong_file_is_named_before_a_model_is_loaded_and_none_is_overwritten(
     assert Path("out").read_text() == "mine"
 
 
+def test_a_device_that_is_not_there_is_one_line_before_weights_are_loaded(tmp_path):
+    MODEL.config.save_pretrained(tmp_path / "model")  # without weights
+    (tmp_path / "book.txt").write_text("once upon a time")
+    given = ["--method", "q-filters", "--text", str(tmp_path / "book.txt"), "--out", str(tmp_path / "out")]
+    with pytest.raises(KVCompressError, match=r"^device 'cuda:77' cannot be used: "):
+        main([str(tmp_path / "model"), *given, "--device", "cuda:77"])
+
+
 def test_the_command_takes_a_published_file_for_a_models_config_alone(tmp_path, capsys):
     config = LlamaConfig(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
     config.save_pretrained(tmp_path / "model")
