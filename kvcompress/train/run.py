@@ -121,15 +121,6 @@ class Run:
                 f"has {free / 2**30:.1f} GiB: take fewer with pieces= or tokens="
             )
 
-    @contextmanager
-    def reading_state(self) -> Iterator[None]:
-        """Turn errors in reading the state into a KVCompressError of one line."""
-        try:
-            yield
-        except UNREADABLE as error:
-            message = one_line(error, 200)
-            raise KVCompressError(f"{str(self.state)!r} cannot be read: {message}; remove it to start again") from error
-
     def end(self) -> None:
         """Remove the state: the training is done."""
         shutil.rmtree(self.state)
@@ -157,7 +148,7 @@ class Run:
         """
         weights = [part for layer in layers for part in layer.values()]
         descent, file = optimizer(weights), self.state / DESCENT
-        with self.reading_state():
+        with readable(file):
             first = _restore(file, weights, descent)
         saved = time.monotonic()
         with progress("training", steps, first) as bar:
@@ -181,6 +172,18 @@ class Run:
                     write_torch(file, state)
                     saved = time.monotonic()
                 bar.update()
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """Turn errors in reading a file of the state into a KVCompressError of one line."""
+    try:
+        yield
+    except UNREADABLE as error:
+        message = one_line(error, 200)
+        raise KVCompressError(
+            f"{str(file)!r} cannot be read: {message}; remove it, and the same command makes it anew"
+        ) from error
 
 
 def _mark(decoder: PreTrainedModel) -> str:

@@ -17,7 +17,7 @@ from ..errors import KVCompressError, one_line
 from ..files import replacing
 from ..hooks.hidden_states import attention_layers
 from ..learned.checkpoints import Weights
-from .run import Run, progress
+from .run import Run, progress, readable
 
 PLACE = "CONTEXT"  # in a chat, replaced by the context
 REPEAT = "\n\nRepeat the previous context exactly."
@@ -90,10 +90,13 @@ def gather(
             some = torch.randperm(found.scores.shape[2], generator=draw)[:per_piece].sort().values
             _save(Samples(found.hidden[:, some].cpu(), found.scores[..., some].cpu()), files[number])
             bar.update()
-    with run.reading_state():
-        parts = [load_file(file) for file in files]
-        hidden, scores = ([part[name] for part in parts] for name in ("hidden", "scores"))
-        return Samples(torch.cat(hidden, 1), torch.cat(scores, 2)), learned, checked
+    hidden, scores = [], []
+    for file in files:
+        with readable(file):
+            part = load_file(file)
+            hidden.append(part["hidden"])
+            scores.append(part["scores"])
+    return Samples(torch.cat(hidden, 1), torch.cat(scores, 2)), learned, checked
 
 
 def _save(samples: Samples, path: Path) -> None:

@@ -221,18 +221,38 @@ def test_steps_are_not_continued_with_other_options_but_what_was_read_may_be(
 @pytest.mark.parametrize(
     ("file", "damage"), [("piece-00001.safetensors", b"{}"), ("descent.pt", b"PK"), ("descent.pt", b"")]
 )
-def test_a_damaged_state_is_one_line(file, damage, tiny, text, tmp_path, monkeypatch, capsys):
+def test_a_damaged_state_is_one_line(file, damage, tiny, text, tmp_path, monkeypatch, capsys, reads):
     argv = ["train", "kvzap", tiny, *SMALL["kvzap"], "--text", str(text), "--out", str(tmp_path / "out")]
-    cut_at(monkeypatch, 3)
-    with pytest.raises(Cut):
-        main(argv)
+    with monkeypatch.context() as patch:
+        cut_at(patch, 3)
+        with pytest.raises(Cut):
+            main(argv)
     (tmp_path / "out.state" / file).write_bytes(damage)
     capsys.readouterr()
     assert main(argv) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
-    assert " cannot be read: " in error
-    assert error.endswith("; remove it to start again")
+    assert f"{file}' cannot be read: " in error
+    assert error.endswith("; remove it, and the same command makes it anew")
+    (tmp_path / "out.state" / file).unlink()
+    reads.clear()
+    assert main(argv) == 0
+    assert reads == [name for name in [file] if name.startswith("piece")]
+
+
+def test_too_little_memory_for_what_was_read_is_no_damaged_state(tiny, text, tmp_path, monkeypatch, capsys):
+    def full(*args):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(samples.torch, "cat", full)
+    argv = ["train", "kvzap", tiny, *SMALL["kvzap"], "kind=linear", "--text", str(text), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(
+        kvzap,
+        "kvzip_plus",
+        lambda decoder, before, between, ids: samples.Samples(torch.zeros(3, 80, 64), torch.zeros(3, 2, 80)),
+    )
+    assert main(argv) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: not enough memory: ")
 
 
 def test_other_weights_of_the_same_name_do_not_go_on(text, tmp_path, monkeypatch, capsys):
