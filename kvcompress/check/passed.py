@@ -5,7 +5,7 @@ import json
 import os
 from pathlib import Path
 
-from ..files import write_text
+from ..files import locked, write_text
 
 
 def record() -> Path:
@@ -16,7 +16,8 @@ def record() -> Path:
 def note(file: Path, content: str) -> None:
     """Record that this file has passed with a content of this hash, whatever it holds by now."""
     record().parent.mkdir(parents=True, exist_ok=True)
-    write_text(record(), json.dumps({**_noted(), str(file): content}, indent=2) + "\n")
+    with locked(record().parent):  # another check may end at the same time
+        write_text(record(), json.dumps({**_noted(), str(file): content}, indent=2) + "\n")
 
 
 def has_passed(file: Path) -> bool:

@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -450,6 +452,24 @@ def test_a_damaged_record_is_as_if_nothing_had_passed(file):
         assert not passed.has_passed(file)
     passed.note(file, passed.hash_of(file))
     assert passed.has_passed(file)
+
+
+def test_of_two_checks_that_end_at_once_both_are_noted(file, monkeypatch):
+    other, noted, began = file.with_name("other.py"), passed._noted, []
+
+    def slow():
+        found = noted()
+        if not began:
+            began.append(threading.Thread(target=passed.note, args=(other, "2")))
+            began[0].start()
+            time.sleep(0.2)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(passed, "_noted", slow)
+        passed.note(file, "1")
+        began[0].join()
+    assert noted() == {str(file): "1", str(other): "2"}
 
 
 def test_a_record_that_cannot_be_written_is_a_warning(file, capsys, monkeypatch):
