@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 import kvcompress
@@ -10,7 +11,7 @@ from kvcompress.calibration import files
 from kvcompress.hooks.model import text_decoder
 from kvcompress.train import duoattention
 from kvcompress.train.watching import attention_by, computed_again
-from tests.support.families import MORE_FAMILIES
+from tests.support.families import FAMILIES, MORE_FAMILIES
 
 SHORT = {"shortest": 60, "longest": 120, "passkeys": 2, "words": 3, "sinks": 2, "recent": 8}
 LAYERS, HEADS = 3, 2
@@ -98,6 +99,29 @@ def test_gradients_are_those_of_the_distance(run, ids):
                     moved[index][head] += step
                 sides.append(distance(run, moved, ids).item())
             assert gate.grad[head].item() == pytest.approx((sides[0] - sides[1]) / 0.04, rel=0.05, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt-neox"])
+def test_what_is_inside_a_layer_is_not_kept_for_the_backward_pass(family, ids):
+    """Also where the output projection of attention has another name."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    if family == "qwen2":
+        decoder = text_decoder(FAMILIES["qwen2"].build())
+    else:
+        decoder = (
+            GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=200, use_parallel_residual=False, **sizes))
+            .eval()
+            .requires_grad_(False)
+            .gpt_neox
+        )
+    ran = []
+    for layer in decoder.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: ran.append(1))
+    gates = {index: torch.ones(2 if family == "qwen2" else 4, requires_grad=True) for index in range(3)}
+    with attention_by(decoder, mixed := duoattention.MixedAttention(gates, 2, 8)), computed_again(decoder):
+        mixed.distance(decoder, ids, 10).backward()
+    assert len(ran) == 3 * 3  # the model's own, the mixed model's, and again
+    assert all(gate.grad is not None for gate in gates.values())
 
 
 def test_a_layer_without_keys_of_its_own_is_mixed_by_the_gates_of_those_that_it_reads(ids):
