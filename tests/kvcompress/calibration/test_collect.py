@@ -1,5 +1,6 @@
 """What is gathered over prompts, and how methods score with it."""
 
+import copy
 import dataclasses
 import math
 
@@ -236,7 +237,7 @@ def test_a_model_is_untouched_by_a_calibration_also_after_an_exception():
 
 
 def test_a_model_that_is_being_trained_is_measured_without_dropout_and_goes_on():
-    model = FAMILIES["qwen2"].build()
+    model = copy.deepcopy(FAMILIES["qwen2"].build())  # tests share it
     given = text_prompts(model)
     expected = kvcompress.calibrate(model, "q-filters", given).tensors["filters"]
     model.train()

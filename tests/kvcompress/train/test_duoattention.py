@@ -1,5 +1,7 @@
 """DuoAttention's gates: the mixed attention against masks, its gradient, the prompts, and what the gates are worth."""
 
+import copy
+
 import pytest
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
@@ -106,7 +108,7 @@ def test_what_is_inside_a_layer_is_not_kept_for_the_backward_pass(family, ids):
     """Also where the output projection of attention has another name."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     if family == "qwen2":
-        decoder = text_decoder(FAMILIES["qwen2"].build())
+        decoder = text_decoder(copy.deepcopy(FAMILIES["qwen2"].build()))  # tests share it
     else:
         decoder = (
             GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=200, use_parallel_residual=False, **sizes))
