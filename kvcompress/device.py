@@ -6,10 +6,22 @@ from pathlib import Path
 
 import torch
 
+from .errors import KVCompressError, one_line
+
 
 def default_device() -> torch.device:
     """Return a CUDA GPU if there is one, otherwise the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def checked_device(name: str | None) -> torch.device:
+    """Return the device of a name, or the default. Raises KVCompressError if torch cannot use it here."""
+    device = torch.device(name) if name else default_device()
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # its kind varies by the kind of device
+        raise KVCompressError(f"device {str(device)!r} cannot be used: {one_line(error, 200)}") from None
+    return device
 
 
 def device_of(module: torch.nn.Module) -> torch.device | None:

@@ -144,6 +144,12 @@ def check_output(folder: Path, *names: str) -> None:
         raise KVCompressError(f"{str(path)!r} cannot be written: {error.strerror or error}") from None
 
 
+def check_not_read(out: Path, flag: str, given: Path | None) -> None:
+    """Raise KVCompressError if writing `out` would overwrite the file that a flag gave to read."""
+    if given is not None and out.exists() and given.exists() and out.samefile(given):
+        raise KVCompressError(f"--out {str(out)!r} would overwrite the file of {flag}")
+
+
 def _write_trial(path: Path) -> None:
     with open(path, "wb") as file:
         file.write(bytes(TRIAL_BYTES))

@@ -1,8 +1,8 @@
 """Calibrating a method: the model reads each prompt once, and the method measures every layer."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -71,7 +71,7 @@ def calibrate(
     sums: Sums = {}
     count = tokens = 0
     sizes = (0, 0, 0)
-    with attach(model):
+    with attach(model), without_dropout(inner):
         for prompt in prompts:
             gathered, sizes = _read(inner, cluster, dict(prompt))
             by_layer = {key: torch.stack([layer[key] for layer in gathered]) for key in gathered[0]}
@@ -86,6 +86,19 @@ def calibrate(
     known = {key: part.float() for key, part in cluster.known_from(sums).items()}
     check_tensors(known, identity, cluster.calibrated)
     return Calibration(name, identity, known, options_of(cluster), data, count, tokens, seed)
+
+
+@contextmanager
+def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """Context manager in which a model is in eval mode: dropout would be measured with it."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _read(

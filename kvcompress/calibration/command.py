@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..bench.flags import add_flags
 from ..command_line import Parser, key_values
 from ..errors import KVCompressError, loading, shown
-from ..files import check_output
+from ..files import check_not_read, check_output
 from ..flag_types import label, new_file, whole
 
 if TYPE_CHECKING:
@@ -65,11 +65,15 @@ def calibrate(flags: argparse.Namespace) -> None:
     from ..cache.cache import CompressedCache
     from . import collect
     from .files import Calibration, ModelIdentity, check_tensors
-    from .text import pieces
+    from .text import pieces, read_text
 
     options = key_values(flags.options, ("method",))
     name, cluster = collect.calibrated_method(flags.method, **options)
+    check_not_read(flags.out, "--text", flags.text)
+    check_not_read(flags.out, "--published", flags.published)
     check_output(flags.out.absolute().parent, flags.out.name)
+    if flags.text is not None:
+        read_text(flags.text)  # what is wrong with it is said before a model is loaded
     start = time.perf_counter()
     with loading(flags.model):
         config = AutoConfig.from_pretrained(flags.model)
@@ -100,10 +104,11 @@ def load(
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    from ..device import default_device
+    from ..device import checked_device
 
+    where = checked_device(device)  # not found out once the weights are in memory
     sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     with loading(name):
         tokenizer = AutoTokenizer.from_pretrained(name)
-        return auto.from_pretrained(name, dtype=dtype).eval().to(device or default_device()), tokenizer
+        return auto.from_pretrained(name, dtype=dtype).eval().to(where), tokenizer

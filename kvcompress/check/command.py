@@ -1,7 +1,7 @@
 """`kvcompress check`: check that your method works correctly in batches, in chunks and while decoding.
 
 kvcompress check my_method.py                 all methods, layer budgets and merges of the file
-kvcompress check value-norm window_size=4     one method, with options
+kvcompress check snapkv window_size=4         one method, with options
 """
 
 import argparse
@@ -45,10 +45,11 @@ def main(arguments: list[str]) -> int:
     if size := {"ratio", "budget"} & options.keys():
         raise KVCompressError(f"{size.pop()}= is not for check, which uses its own ratio")
     file = Path(given.what).expanduser().absolute() if given.what.endswith(".py") else None
+    from .passed import hash_of, note
     from .promises import PROMISES, NotAsked
     from .token_promises import TOKEN_PROMISES
 
-    broken = 0
+    broken, content = 0, hash_of(file) if file is not None and file.is_file() else ""  # it may be edited meanwhile
     with tempfile.TemporaryDirectory(prefix="kvcompress-check-") as folder:
         for title, checked, cls in everything_in(file, given.what, options, given.seed, Path(folder)):
             for name, near in unread(cls).items():
@@ -64,10 +65,8 @@ def main(arguments: list[str]) -> int:
                 if reason:
                     print(f"        {reason}", flush=True)
     if file is not None and not broken and not options:
-        from .passed import note
-
         try:
-            note(file)
+            note(file, content)
         except OSError as error:
             print(f"warning: commands will warn of {given.what} all the same: {error}", file=sys.stderr)
     print(f"{given.what}: checked in {time.perf_counter() - start:.0f} s", file=sys.stderr)

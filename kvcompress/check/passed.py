@@ -5,7 +5,7 @@ import json
 import os
 from pathlib import Path
 
-from ..files import write_text
+from ..files import locked, write_text
 
 
 def record() -> Path:
@@ -13,15 +13,16 @@ def record() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcompress" / "checked.json"
 
 
-def note(file: Path) -> None:
-    """Record that this file has passed."""
+def note(file: Path, content: str) -> None:
+    """Record that this file has passed with a content of this hash, whatever it holds by now."""
     record().parent.mkdir(parents=True, exist_ok=True)
-    write_text(record(), json.dumps({**_noted(), str(file): _hash(file)}, indent=2) + "\n")
+    with locked(record().parent):  # another check may end at the same time
+        write_text(record(), json.dumps({**_noted(), str(file): content}, indent=2) + "\n")
 
 
 def has_passed(file: Path) -> bool:
     """Return whether this file has passed and not changed since."""
-    return _noted().get(str(file)) == _hash(file)
+    return _noted().get(str(file)) == hash_of(file)
 
 
 def _noted() -> dict[str, str]:
@@ -32,5 +33,6 @@ def _noted() -> dict[str, str]:
     return noted if isinstance(noted, dict) else {}
 
 
-def _hash(file: Path) -> str:
+def hash_of(file: Path) -> str:
+    """Return the hash of a file's content."""
     return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -11,7 +11,7 @@ from importlib import import_module
 from ..bench.flags import add_flags
 from ..command_line import Parser, key_values
 from ..errors import KVCompressError, loading, shown, unknown_name, validated
-from ..files import check_output
+from ..files import check_not_read, check_output
 from ..flag_types import label, new_file, whole
 
 METHODS = ["duoattention", "fastkvzip", "kvzap"]  # each is a module of this package
@@ -49,6 +49,7 @@ def main(arguments: list[str]) -> None:
             raise unknown_name(f"training {flags.method} has no option", name, known)
     options = validated(how.Options, f"training {flags.method}: option", given)
     out = flags.out.absolute()
+    check_not_read(out, "--text", flags.text)
     check_output(out.parent, out.name)
     if flags.method == "kvzap" and out.exists():
         raise KVCompressError(f"--out {shown(str(flags.out))} is a file, and kvzap writes a folder")

@@ -74,15 +74,20 @@ def train(run: Run, options: Options) -> str:
         raise KVCompressError("in float16 gradients vanish: give --dtype bfloat16 or float32")
     config, decoder = unwrapped(run.model).config, run.decoder
     prompts = Passkeys(run, options)
-    if (longest := len(prompts.of(max(range(LENGTHS), key=prompts.length))[0])) <= options.sinks + options.recent:
+    if (
+        longest := len(prompts.of(max(range(min(LENGTHS, options.steps)), key=prompts.length))[0])
+    ) <= options.sinks + options.recent:
         raise KVCompressError(
             f"no prompt has more than sinks + recent = {options.sinks + options.recent} tokens, the longest has "
             f"{longest}: give a longer text, or smaller sinks= and recent="
         )
+    run.warn_beyond(longest, "longest")
     places = [layer.layer_idx for layer in CompressedCache(config).compressed_layers]
     model = files.ModelIdentity.of(config, len(places))
     gates = [torch.ones(model.kv_heads, device=run.model.device, requires_grad=True) for _ in places]
-    mixed = MixedAttention(dict(zip(places, gates, strict=True)), options.sinks, options.recent)
+    mixed = MixedAttention(
+        with_readers(run.config, dict(zip(places, gates, strict=True))), options.sinks, options.recent
+    )
 
     def loss_of(step: int) -> torch.Tensor:
         ids, answers = prompts.of(step)
@@ -108,6 +113,20 @@ def train(run: Run, options: Options) -> str:
     made = files.Calibration("duoattention", model, {"gates": learned}, kept, data, options.steps, tokens, run.seed)
     files.save(made, run.out)
     return f"gates from {options.steps} steps; {int((learned > 0.5).sum())} of {learned.numel()} above 0.5"
+
+
+def with_readers(config: PreTrainedConfig, gates: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Add the layers without keys of their own (Gemma 3n and 4): each has the gates of the layer whose keys it reads.
+
+    `config` is the text decoder's."""
+    layers = config.num_hidden_layers
+    first, kinds = layers - (getattr(config, "num_kv_shared_layers", None) or 0), getattr(config, "layer_types", None)
+    found = dict(gates)
+    for reader in range(first, layers):
+        owner = max(index for index in range(first) if kinds[index] == kinds[reader])
+        if owner in gates:
+            found[reader] = gates[owner]
+    return found
 
 
 class MixedAttention:

@@ -18,7 +18,7 @@ from ..clusters.fastkvzip import FastKVzipKVCluster
 from ..learned.checkpoints import Weights, save_fastkvzip
 from ..scoring.rereading import received
 from .run import Run
-from .samples import REPEAT, Samples, agreement, chat_frame, check_layers, drawn, gather, held_out, plain_ids, shuffled
+from .samples import REPEAT, Samples, agreement, chat_frame, check_layers, drawn, gather, plain_ids, shuffled
 from .watching import attention_by, hidden_states
 
 check = partial(check_layers, method="fastkvzip")
@@ -55,14 +55,25 @@ class Options:
 def train(run: Run, options: Options) -> str:
     """Write the file, and return a summary."""
     before, after = chat_frame(run.tokenizer)
+    before = before + plain_ids(run.tokenizer, TASK)
     asked = [plain_ids(run.tokenizer, text) for text in (REPEAT, REPEAT_FROM)]
-    read = partial(kvzip, run.decoder, before + plain_ids(run.tokenizer, TASK), asked, after)
-    samples = gather(run, read, options.pieces, options.length, options.tokens)
-    learned, checked = held_out(samples.scores.shape[2], HELD_OUT)
+    read = partial(kvzip, run.decoder, before, asked, after)
+
+    def fed(tokens: int) -> int:
+        return (
+            len(before)
+            + tokens
+            + len(asked[tokens > CHUNK])
+            + FROM * (tokens > CHUNK)
+            + len(after)
+            + min(tokens, CHUNK)
+        )
+
+    samples, learned, checked = gather(run, read, fed, options.pieces, options.length, options.tokens, HELD_OUT)
     fitted = fit(run, options, samples, learned)
     layers = [{name: part.detach().cpu() for name, part in layer.items()} for layer in fitted]
-    save_fastkvzip(layers, run.out)
     right = agreement(FastKVzipKVCluster(), layers, samples.at(checked))
+    save_fastkvzip(layers, run.out)
     return f"gates from {len(learned)} tokens; rank correlation with KVzip on {len(checked)} others: {right:.3f}"
 
 

@@ -17,7 +17,7 @@ from ..hooks.hidden_states import attention_layers
 from ..learned.checkpoints import Weights, save_kvzap
 from ..scoring.projection import output_projection
 from .run import Run, progress
-from .samples import REPEAT, Samples, agreement, chat_frame, check_layers, drawn, gather, held_out, plain_ids, shuffled
+from .samples import REPEAT, Samples, agreement, chat_frame, check_layers, drawn, gather, plain_ids, shuffled
 from .watching import attention_by, hidden_states
 
 check = partial(check_layers, method="kvzap")
@@ -52,13 +52,17 @@ class Options:
 def train(run: Run, options: Options) -> str:
     """Write the folder, and return a summary."""
     before, after = chat_frame(run.tokenizer)
-    read = partial(kvzip_plus, run.decoder, before, plain_ids(run.tokenizer, REPEAT) + after)
-    samples = gather(run, read, options.pieces, options.length, options.tokens)
-    learned, checked = held_out(samples.scores.shape[2], HELD_OUT)
+    between = plain_ids(run.tokenizer, REPEAT) + after
+    read = partial(kvzip_plus, run.decoder, before, between)
+
+    def fed(tokens: int) -> int:
+        return len(before) + len(between) + 2 * tokens
+
+    samples, learned, checked = gather(run, read, fed, options.pieces, options.length, options.tokens, HELD_OUT)
     fit = fit_linear if options.kind == "linear" else partial(fit_mlp, options)
     layers = [{name: part.detach().cpu() for name, part in layer.items()} for layer in fit(run, samples, learned)]
-    save_kvzap(layers, run.out)
     right = agreement(KVzapKVCluster(), layers, samples.at(checked))
+    save_kvzap(layers, run.out)  # last: a folder that is there is not written again
     return (
         f"{options.kind} from {len(learned)} tokens; rank correlation with KVzip+ on {len(checked)} others: {right:.3f}"
     )

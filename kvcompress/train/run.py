@@ -18,10 +18,13 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ..calibration.text import read_text
 from ..errors import KVCompressError, one_line
-from ..files import parse_json, write_text, write_torch
+from ..files import UNFINISHED, parse_json, write_text, write_torch
 from ..hooks.model import text_decoder, unwrapped
 
 SAVE_EVERY_S = 60.0  # seconds of gradient steps that a cut may lose
+SETTINGS, DESCENT = "settings.json", "descent.pt"  # files of the state; the others hold what was read
+UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError, UnpicklingError)
+READING = ("method", "model", "dtype", "text", "seed", "pieces", "length", "tokens", "weights")  # for what was read
 
 
 @dataclass
@@ -32,7 +35,7 @@ class Run:
         out: the file or folder to write.
         text: the text to learn from.
         seed: for everything that is drawn.
-        settings: all that the result depends on; a state with others is not continued.
+        settings: all that the result depends on; steps with others are not continued.
         model, tokenizer: None until loaded.
     """
 
@@ -58,27 +61,58 @@ class Run:
         """The text decoder's."""
         return self.decoder.config
 
-    def check_state(self) -> None:
-        """Raise KVCompressError if the state that is there belongs to another training."""
-        file = self.state / "settings.json"
-        if not file.exists():
-            return
-        try:
-            found = parse_json(file.read_bytes())
-        except (OSError, ValueError):
-            found = None
-        ours = parse_json(json.dumps(self.settings))
-        if found != ours:
-            found = found if isinstance(found, dict) else {}
-            differ = [name for name in {**ours, **found} if ours.get(name) != found.get(name)]
-            raise KVCompressError(
-                f"{str(self.state)!r} was left by a training with other settings ({', '.join(differ)}): give "
-                "these again to go on, or another --out, or remove it"
+    def warn_beyond(self, tokens: int, option: str) -> None:
+        """Warn if a model is to read more tokens at once than it was made for: all that is learned would be noise."""
+        most, rotary = (
+            getattr(self.config, "max_position_embeddings", None),
+            getattr(self.config, "rope_parameters", None),
+        )
+        is_stretched = "'factor'" in repr(rotary)  # the limit may be that before stretching
+        if isinstance(most, int) and tokens > most and not is_stretched:
+            print(
+                f"warning: the model was made for {most} tokens and will read {tokens} at once: a smaller {option}= is "
+                "needed to learn anything of use",
+                file=sys.stderr,
             )
 
+    def check_state(self) -> None:
+        """Raise KVCompressError if the state that is there belongs to another training, or is none.
+
+        Steps belong to all settings, what was read only to those in READING; a state with neither to anybody."""
+        if not self.state.exists():
+            return
+        shown, held = str(self.state), set()
+        if self.state.is_dir():
+            held = {file.name for file in self.state.iterdir() if not file.name.startswith(UNFINISHED)}
+        if SETTINGS not in held:
+            if held or not self.state.is_dir():
+                raise KVCompressError(f"{shown!r} is not the state of a training: remove it, or give another --out")
+            return
+        try:
+            found = parse_json((self.state / SETTINGS).read_bytes())
+        except (OSError, ValueError):
+            found = None
+        found, ours = found if isinstance(found, dict) else {}, parse_json(json.dumps(self.settings))
+        if self.model is None:
+            found.pop("weights", None)
+        differ = [name for name in {**ours, **found} if ours.get(name) != found.get(name)]
+        is_read_alike = not set(READING) & set(differ)
+        if not differ or held == {SETTINGS} or (is_read_alike and DESCENT not in held):
+            return
+        rid = f"remove {DESCENT!r} in it, which keeps what was read" if is_read_alike else "remove it"
+        raise KVCompressError(
+            f"{shown!r} was left by a training with other settings ({', '.join(differ)}): give these again to go on, "
+            f"or another --out, or {rid}"
+        )
+
     def begin(self, needed_bytes: int = 0) -> None:
-        """Create the folder of the state. Raises KVCompressError if the disk has no room for `needed_bytes`."""
-        write_text(self.state / "settings.json", json.dumps(self.settings, indent=1))
+        """Create the folder of the state, once the model is loaded.
+
+        Raises KVCompressError if the state belongs to other weights of the same name, or if the disk has no room for
+        `needed_bytes`."""
+        self.settings["weights"] = _mark(self.decoder)
+        self.check_state()
+        write_text(self.state / SETTINGS, json.dumps(self.settings, indent=1))
         there = sum(file.stat().st_size for file in self.state.iterdir())
         free = shutil.disk_usage(self.state).free
         if needed_bytes - there > free:
@@ -86,15 +120,6 @@ class Run:
                 f"hidden states to learn from need {needed_bytes / 2**30:.1f} GiB in {str(self.state)!r}, which "
                 f"has {free / 2**30:.1f} GiB: take fewer with pieces= or tokens="
             )
-
-    @contextmanager
-    def reading_state(self) -> Iterator[None]:
-        """Turn errors in reading the state into a KVCompressError of one line."""
-        try:
-            yield
-        except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError, UnpicklingError) as error:
-            message = one_line(error, 200)
-            raise KVCompressError(f"{str(self.state)!r} cannot be read: {message}; remove it to start again") from error
 
     def end(self) -> None:
         """Remove the state: the training is done."""
@@ -118,11 +143,12 @@ class Run:
             rate: the learning rate of a step.
             clip: the largest norm of all gradients together.
 
-        Raises KVCompressError once the weights are not finite any more, when they would be saved.
+        Raises KVCompressError once the weights are not finite any more, when they would be saved; no step is kept then,
+        so that another rate may follow.
         """
         weights = [part for layer in layers for part in layer.values()]
-        descent, file = optimizer(weights), self.state / "descent.pt"
-        with self.reading_state():
+        descent, file = optimizer(weights), self.state / DESCENT
+        with readable(file):
             first = _restore(file, weights, descent)
         saved = time.monotonic()
         with progress("training", steps, first) as bar:
@@ -137,15 +163,36 @@ class Run:
                 descent.zero_grad()
                 if time.monotonic() - saved >= SAVE_EVERY_S or step == steps - 1:
                     if not all(bool(part.isfinite().all()) for part in weights):
+                        file.unlink(missing_ok=True)
                         raise KVCompressError(
-                            f"by step {step + 1} of {steps} training has diverged: remove {str(self.state)!r} "
-                            "and give a smaller rate="
+                            f"by step {step + 1} of {steps} training has diverged: give a smaller rate="
                         )
                     bar.set_postfix(loss=f"{loss.item():.4g}")
                     state = {"step": step + 1, "weights": weights, "optimizer": descent.state_dict()}
                     write_torch(file, state)
                     saved = time.monotonic()
                 bar.update()
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """Turn errors in reading a file of the state into a KVCompressError of one line."""
+    try:
+        yield
+    except UNREADABLE as error:
+        message = one_line(error, 200)
+        raise KVCompressError(
+            f"{str(file)!r} cannot be read: {message}; remove it, and the same command makes it anew"
+        ) from error
+
+
+def _mark(decoder: PreTrainedModel) -> str:
+    """Hash some numbers of each weight: they tell apart checkpoints of the same name, on every device."""
+    made = hashlib.sha256()
+    for name, weight in decoder.named_parameters():
+        some = weight.detach().flatten()[:: max(weight.numel() // 64, 1)].contiguous().cpu()
+        made.update(name.encode() + some.view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()[:16]
 
 
 def _restore(file: Path, weights: list[torch.Tensor], descent: torch.optim.Optimizer) -> int:

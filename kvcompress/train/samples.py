@@ -15,8 +15,9 @@ from ..calibration.text import cut, token_ids
 from ..clusters.learned import LearnedKVCluster
 from ..errors import KVCompressError, one_line
 from ..files import replacing
+from ..hooks.hidden_states import attention_layers
 from ..learned.checkpoints import Weights
-from .run import Run, progress
+from .run import Run, progress, readable
 
 PLACE = "CONTEXT"  # in a chat, replaced by the context
 REPEAT = "\n\nRepeat the previous context exactly."
@@ -48,14 +49,31 @@ def check_layers(config: PreTrainedConfig, method: str) -> None:
         )
 
 
-def gather(run: Run, read: Callable[[list[int]], Samples], pieces: int, length: int, tokens: int | None) -> Samples:
-    """Read pieces of the run's text, and return `tokens` of each, drawn at random; None: all tokens.
+def gather(
+    run: Run,
+    read: Callable[[list[int]], Samples],
+    fed: Callable[[int], int],
+    pieces: int,
+    length: int,
+    tokens: int,
+    every: int,
+) -> tuple[Samples, torch.Tensor, torch.Tensor]:
+    """Read pieces of the run's text, and return `tokens` of each, drawn at random, and `held_out` of these.
 
-    `read` returns the samples of a piece of `length` token ids, on any device. Pieces that an earlier run has read are
-    not read again."""
+    `read` returns the samples of a piece of `length` token ids, on any device; `fed` says how many tokens the model has
+    then read, given those of the piece. Pieces that an earlier run has read are not read again. Raises KVCompressError,
+    before any is read, if there are too few tokens, and after the first one if the model computes numbers that are not
+    finite."""
     text = run.config
+    if missing := sorted(set(range(text.num_hidden_layers)) - attention_layers(run.decoder).keys()):
+        raise KVCompressError(
+            f"training reads the hidden states that enter attention layers: those of {type(run.decoder).__name__}'s "
+            f"layers {missing} are not found"
+        )
     chosen = cut(token_ids(run.text, run.tokenizer), length, pieces, run.seed)
-    per_piece = len(chosen[0]) if tokens is None else min(tokens, len(chosen[0]))
+    per_piece = min(tokens, len(chosen[0]))
+    learned, checked = held_out(len(chosen) * per_piece, every)
+    run.warn_beyond(fed(len(chosen[0])), "length")
     size = len(chosen) * per_piece * text.num_hidden_layers
     run.begin(size * (text.hidden_size * run.model.dtype.itemsize + text.num_key_value_heads * 4))
     files = [run.state / f"piece-{number:05}.safetensors" for number in range(len(chosen))]
@@ -63,14 +81,22 @@ def gather(run: Run, read: Callable[[list[int]], Samples], pieces: int, length: 
     with progress("reading", len(files), len(files) - len(missing)) as bar:
         for number in missing:
             found = read(chosen[number])
+            if not (found.hidden.isfinite().all() and found.scores.isfinite().all()):
+                dtype = str(run.model.dtype).removeprefix("torch.")
+                raise KVCompressError(
+                    f"in {dtype} this model computes numbers that are not finite: give another --dtype"
+                )
             draw = torch.Generator().manual_seed(run.seed * len(files) + number)
             some = torch.randperm(found.scores.shape[2], generator=draw)[:per_piece].sort().values
             _save(Samples(found.hidden[:, some].cpu(), found.scores[..., some].cpu()), files[number])
             bar.update()
-    with run.reading_state():
-        parts = [load_file(file) for file in files]
-        hidden, scores = ([part[name] for part in parts] for name in ("hidden", "scores"))
-        return Samples(torch.cat(hidden, 1), torch.cat(scores, 2))
+    hidden, scores = [], []
+    for file in files:
+        with readable(file):
+            part = load_file(file)
+            hidden.append(part["hidden"])
+            scores.append(part["scores"])
+    return Samples(torch.cat(hidden, 1), torch.cat(scores, 2)), learned, checked
 
 
 def _save(samples: Samples, path: Path) -> None:
@@ -84,15 +110,21 @@ def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]
     Without a chat template: the beginning of a text, and a line break. Raises KVCompressError if the template fails."""
     if not tokenizer.chat_template:
         return tokenizer("").input_ids, plain_ids(tokenizer, "\n")
-    said = [{"role": "user", "content": PLACE}]
-    try:
-        chat = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    except TemplateError as error:
-        raise KVCompressError(f"the model's chat template cannot be used: {one_line(error)}") from None
-    before, found, after = chat.rpartition(PLACE)
-    if not found:
-        raise KVCompressError("the model's chat template cannot be used: it leaves out what a user says")
-    return plain_ids(tokenizer, before), plain_ids(tokenizer, after)
+    problem = ""
+    for content in (PLACE, [{"type": "text", "text": PLACE}]):  # templates of models that see may know parts only
+        said = [{"role": "user", "content": content}]
+        try:
+            chat = tokenizer.apply_chat_template(
+                said, tokenize=False, add_generation_prompt=True, enable_thinking=False
+            )
+        except (TemplateError, TypeError) as error:
+            problem = problem or one_line(error)
+            continue
+        before, found, after = chat.rpartition(PLACE)
+        if found:
+            return plain_ids(tokenizer, before), plain_ids(tokenizer, after)
+        problem = problem or "it leaves out what a user says"
+    raise KVCompressError(f"the model's chat template cannot be used: {problem}")
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

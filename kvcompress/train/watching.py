@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import KVCompressError
 from ..hooks.attention import has_plain_weights, run_base
@@ -62,7 +63,7 @@ def computed_again(decoder: PreTrainedModel) -> Iterator[None]:
     attentions = set(attention_layers(decoder).values())
     with ExitStack() as replaced:
         for module in decoder.modules():
-            if attentions & set(module.children()):
+            if isinstance(module, GradientCheckpointingLayer) or attentions & set(module.children()):
                 forward = partial(checkpoint, module.forward, use_reentrant=False)
                 replaced.enter_context(Replacement(module, "forward", forward))
         yield

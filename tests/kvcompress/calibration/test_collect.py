@@ -1,5 +1,6 @@
 """What is gathered over prompts, and how methods score with it."""
 
+import copy
 import dataclasses
 import math
 
@@ -233,6 +234,21 @@ def test_a_model_is_untouched_by_a_calibration_also_after_an_exception():
     with pytest.raises(KeyError):
         kvcompress.calibrate(model, "triattention", [*given, {}])
     assert snapshot(model) == before
+
+
+def test_a_model_that_is_being_trained_is_measured_without_dropout_and_goes_on():
+    model = copy.deepcopy(FAMILIES["qwen2"].build())  # tests share it
+    given = text_prompts(model)
+    expected = kvcompress.calibrate(model, "q-filters", given).tensors["filters"]
+    model.train()
+    model.lm_head.eval()
+    modes = [module.training for module in model.modules()]
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    assert torch.equal(kvcompress.calibrate(model, "q-filters", given).tensors["filters"], expected)
+    with pytest.raises(KeyError):
+        kvcompress.calibrate(model, "q-filters", [{}])
+    assert [module.training for module in model.modules()] == modes
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -203,6 +204,32 @@ def test_a_published_file_of_another_form_is_one_line(tmp_path, method, content,
 def test_the_command_needs_something_to_calibrate_on():
     with pytest.raises(KVCompressError, match="one of the arguments --text --published is required"):
         main(["model", "--method", "duoattention", "--out", "out.safetensors"])
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (["--text", "none.txt"], "--text 'none.txt' cannot be read: No such file"),
+        (["--text", "blank.txt"], "--text 'blank.txt' is empty"),
+        (["--text", "out"], "--out 'out' would overwrite the file of --text"),
+        (["--published", "./out"], "--out 'out' would overwrite the file of --published"),
+    ],
+)
+def test_a_wrong_file_is_named_before_a_model_is_loaded_and_none_is_overwritten(source, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("blank.txt").write_text(" \n")
+    Path("out").write_text("mine")
+    with pytest.raises(KVCompressError, match=f"^{re.escape(message)}"):
+        main(["no/such/model", "--method", "duoattention", *source, "--out", "out"])
+    assert Path("out").read_text() == "mine"
+
+
+def test_a_device_that_is_not_there_is_one_line_before_weights_are_loaded(tmp_path):
+    MODEL.config.save_pretrained(tmp_path / "model")  # without weights
+    (tmp_path / "book.txt").write_text("once upon a time")
+    given = ["--method", "q-filters", "--text", str(tmp_path / "book.txt"), "--out", str(tmp_path / "out")]
+    with pytest.raises(KVCompressError, match=r"^device 'cuda:77' cannot be used: "):
+        main([str(tmp_path / "model"), *given, "--device", "cuda:77"])
 
 
 def test_the_command_takes_a_published_file_for_a_models_config_alone(tmp_path, capsys):

@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -374,7 +376,7 @@ def test_a_right_method_keeps_every_promise_and_its_file_is_noted_until_it_chang
 @pytest.mark.parametrize("is_checked", [False, True])
 def test_a_file_that_was_never_checked_is_warned_of_once(file, is_checked, monkeypatch, capsys):
     if is_checked:
-        passed.note(file)
+        passed.note(file, passed.hash_of(file))
     monkeypatch.setenv(methods.FILES, str(file))
     for _ in range(2):
         assert "value-norm" in kvcompress.list_methods()
@@ -448,8 +450,26 @@ def test_a_damaged_record_is_as_if_nothing_had_passed(file):
     for text in ("{", "[1]", ""):
         passed.record().write_text(text, encoding="utf-8")
         assert not passed.has_passed(file)
-    passed.note(file)
+    passed.note(file, passed.hash_of(file))
     assert passed.has_passed(file)
+
+
+def test_of_two_checks_that_end_at_once_both_are_noted(file, monkeypatch):
+    other, noted, began = file.with_name("other.py"), passed._noted, []
+
+    def slow():
+        found = noted()
+        if not began:
+            began.append(threading.Thread(target=passed.note, args=(other, "2")))
+            began[0].start()
+            time.sleep(0.2)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(passed, "_noted", slow)
+        passed.note(file, "1")
+        began[0].join()
+    assert noted() == {str(file): "1", str(other): "2"}
 
 
 def test_a_record_that_cannot_be_written_is_a_warning(file, capsys, monkeypatch):
@@ -457,6 +477,17 @@ def test_a_record_that_cannot_be_written_is_a_warning(file, capsys, monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     assert main(["check", str(file)]) == 0
     assert f"warning: commands will warn of {file} all the same: " in capsys.readouterr().err
+
+
+def test_what_was_written_into_a_file_while_it_was_checked_has_not_passed(file, monkeypatch):
+    def edit(checked):
+        file.write_text(DEFINITION + "# not checked\n", encoding="utf-8")
+
+    monkeypatch.setattr(promises, "PROMISES", {"any": edit})
+    assert main(["check", str(file)]) == 0
+    assert not passed.has_passed(file)
+    file.write_text(DEFINITION, encoding="utf-8")
+    assert passed.has_passed(file)
 
 
 def test_a_broken_promise_is_two_lines_and_exit_code_1_and_is_not_noted(file, capsys, monkeypatch):

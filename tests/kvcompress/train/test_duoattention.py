@@ -1,14 +1,19 @@
 """DuoAttention's gates: the mixed attention against masks, its gradient, the prompts, and what the gates are worth."""
 
+import copy
+
 import pytest
 import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 import kvcompress
 from kvcompress.__main__ import main
 from kvcompress.calibration import files
+from kvcompress.hooks.model import text_decoder
 from kvcompress.train import duoattention
 from kvcompress.train.watching import attention_by, computed_again
+from tests.support.families import FAMILIES, MORE_FAMILIES
 
 SHORT = {"shortest": 60, "longest": 120, "passkeys": 2, "words": 3, "sinks": 2, "recent": 8}
 LAYERS, HEADS = 3, 2
@@ -96,6 +101,52 @@ def test_gradients_are_those_of_the_distance(run, ids):
                     moved[index][head] += step
                 sides.append(distance(run, moved, ids).item())
             assert gate.grad[head].item() == pytest.approx((sides[0] - sides[1]) / 0.04, rel=0.05, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt-neox"])
+def test_what_is_inside_a_layer_is_not_kept_for_the_backward_pass(family, ids):
+    """Also where the output projection of attention has another name."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    if family == "qwen2":
+        decoder = text_decoder(copy.deepcopy(FAMILIES["qwen2"].build()))  # tests share it
+    else:
+        decoder = (
+            GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=200, use_parallel_residual=False, **sizes))
+            .eval()
+            .requires_grad_(False)
+            .gpt_neox
+        )
+    ran = []
+    for layer in decoder.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: ran.append(1))
+    gates = {index: torch.ones(2 if family == "qwen2" else 4, requires_grad=True) for index in range(3)}
+    with attention_by(decoder, mixed := duoattention.MixedAttention(gates, 2, 8)), computed_again(decoder):
+        mixed.distance(decoder, ids, 10).backward()
+    assert len(ran) == 3 * 3  # the model's own, the mixed model's, and again
+    assert all(gate.grad is not None for gate in gates.values())
+
+
+def test_a_layer_without_keys_of_its_own_is_mixed_by_the_gates_of_those_that_it_reads(ids):
+    decoder = text_decoder(
+        MORE_FAMILIES["gemma4-e2b"].build()
+    )  # layers 3 and 5 have full attention, with the same keys
+
+    def distance(gate: torch.Tensor) -> torch.Tensor:
+        mixed = duoattention.MixedAttention(duoattention.with_readers(decoder.config, {3: gate}), 2, 8)
+        with attention_by(decoder, mixed), computed_again(decoder):
+            return mixed.distance(decoder, ids, 10)
+
+    gate = torch.tensor([0.6, 0.6], requires_grad=True)
+    gates = duoattention.with_readers(decoder.config, {1: gate * 2, 3: gate})
+    assert gates.keys() == {1, 3, 5}
+    assert gates[5] is gate
+    with attention_by(decoder, mixed := duoattention.MixedAttention({3: gate, 5: gate}, 2, 8)), computed_again(decoder):
+        mixed.distance(decoder, ids, 10).backward()
+    for head in range(2):
+        step = torch.zeros(2).index_fill(0, torch.tensor(head), 0.02)
+        with torch.no_grad():
+            slope = (distance(gate + step) - distance(gate - step)) / 0.04
+        assert gate.grad[head].item() == pytest.approx(slope.item(), rel=0.05, abs=1e-5)
 
 
 def test_a_prompt_asks_for_the_passkeys_in_its_text(run):
