@@ -63,6 +63,7 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
     from kvcompress.kernels import (
         column_sums_triton,
         grouped_triton,
+        likeness_triton,
         ragged_decode_triton,
         turboquant_triton,
     )
@@ -78,6 +79,14 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
     for function in ("_sum_rows", "_sum_columns"):
         aligned = frozenset({*rows, "columns"})
         yield Kernel(f"{function}, {name}", getattr(column_sums_triton, function), types, fixed, options, aligned)
+
+    types = {"keys": pointer, "norms": "*fp32", "padding": "*i64", "left_out": "*i32", "means": "*fp32"}
+    of_keys = frozenset({"key_row", "key_head", "key_column", "columns"})
+    types |= dict.fromkeys((*of_keys, "kv_heads"), "i32") | {"similar": "fp32"}
+    fixed = {"PADDED": True, "SPARES_FIRST": True, "HEAD_DIM": head_dim, **blocks}
+    for function in (likeness_triton._leave_out, likeness_triton._average):
+        exact = {name: value for name, value in fixed.items() if name in function.arg_names}
+        yield Kernel(f"{function.__name__}, {name}", function, types, exact, options, of_keys)
 
     for bits, appends in ((0, False), (0, True), (2, False), (3, False), (4, False)):
         blocks = ragged_decode_triton.blocks_of(head_dim, head_dim, dtype, bool(bits))

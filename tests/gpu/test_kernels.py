@@ -10,7 +10,7 @@ from kvcompress.kernels.ragged_decode import ragged_decode, ragged_decode_refere
 from kvcompress.kernels.static_decode import static_decode
 from tests.gpu.cases import DTYPES
 from tests.support.grouped_cases import check_grouped_triton
-from tests.support.kernel_cases import SHAPES, check_column_sums, prompt_case
+from tests.support.kernel_cases import SHAPES, check_column_sums, check_likeness, prompt_case
 from tests.support.ragged_cases import (
     TOLERANCE,
     check_static,
@@ -29,6 +29,12 @@ pytestmark = pytest.mark.gpu
 def test_triton_sums_columns_as_the_reference(cuda, dtype):
     pytest.importorskip("triton")
     check_column_sums(dtype, SHAPES, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_compares_keys_as_the_reference(cuda, dtype):
+    pytest.importorskip("triton")
+    check_likeness(dtype, SHAPES, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,6 +3,7 @@
 import torch
 
 from kvcompress.kernels.column_sums import column_sums_reference
+from kvcompress.kernels.likeness import mean_likeness_blocked
 
 # Of one query's attention: exact in fp32; 16 bits are those of queries and keys alone, which the reference has too.
 TOLERANCE = 2e-5
@@ -54,6 +55,22 @@ def check_column_sums(dtype: torch.dtype, shapes: list[tuple], device: str) -> N
     queries, keys, *rest = case  # states with non-contiguous channels
     case = (queries.mT.contiguous().mT, keys.mT.contiguous().mT, *rest)
     torch.testing.assert_close(column_sums_triton(*case), column_sums_reference(*case), **close)
+
+
+def check_likeness(dtype: torch.dtype, shapes: list[tuple], device: str) -> None:
+    """Check the mean likeness of keys of which half are like others; shapes in turn spare the first key or none."""
+    from kvcompress.kernels.likeness_triton import mean_likeness_triton
+
+    for number, shape in enumerate(shapes):
+        _, keys, _, padding, _ = prompt_case(*shape, dtype=dtype, device=device)
+        half = keys.shape[2] // 2
+        keys[:, :, keys.shape[2] - half :] += 2 * keys[:, :, :half].nan_to_num(0.0)
+        case = (keys, 0.5, padding, number % 2 == 0)
+        expected = mean_likeness_blocked(keys.nan_to_num(0.0), *case[1:])
+        torch.testing.assert_close(mean_likeness_triton(*case), expected, atol=TOLERANCE, rtol=TOLERANCE)
+        if padding is None:
+            expected = mean_likeness_blocked(keys.mT.contiguous().mT, *case[1:])
+            torch.testing.assert_close(mean_likeness_triton(*case), expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def kept_case(batch, kv_heads, key_dim, value_dim, columns, kept, dtype=torch.float32, seed=0, device="cpu") -> tuple:

@@ -61,8 +61,7 @@ BUDGETS = {
     f"h2o{EVICTING}": Budget(eviction=35),
     "snapkv:protect=prompt:decode_budget=26:decode_interval=4": Budget(eviction=40, in_flight=None),
     f"snapkv{OFFLOADED}{EVICTING}": Budget(eviction=34, in_flight=None),
-    # Of 54, 18 compute the similarity of keys, 9 the mean of NaN rows and the pooling.
-    f"r-kv{EVICTING}": Budget(eviction=54),
+    f"r-kv{EVICTING}": Budget(eviction=39),
     # Of 124, 52 are the choice (a sort of all heads, 25 for the shares of a few numbers, a sort of kept entries), 45
     # gather ragged entries and lay them out again; custom kernels would be fewer. In flight a slot is laid out on
     # the host, which waits for each layer's counts.

@@ -80,6 +80,7 @@ def test_the_triton_kernels_compile_for_a_gpu(capability):
     from kvcompress.kernels import (
         column_sums_triton,
         grouped_triton,
+        likeness_triton,
         ragged_decode_triton,
         turboquant_triton,
     )
@@ -90,7 +91,9 @@ def test_the_triton_kernels_compile_for_a_gpu(capability):
         "weights": "*fp32",
         "log_sums": "*fp32",
         "sums": "*fp32",
-        "scaling": "fp32",
+        **dict.fromkeys(("norms", "means"), "*fp32"),
+        "left_out": "*i32",
+        **dict.fromkeys(("scaling", "similar"), "fp32"),
         **dict.fromkeys(("key_codebook", "value_codebook", "partial", "maxima"), "*fp32"),
         **dict.fromkeys(("rotation", "key_rotation", "value_rotation", "key_boundaries", "value_boundaries"), "*fp32"),
         **dict.fromkeys(("packed_keys", "packed_values"), "*u8"),
@@ -104,6 +107,8 @@ def test_the_triton_kernels_compile_for_a_gpu(capability):
     kernels = [
         (column_sums_triton._sum_rows, {}, {}),
         (column_sums_triton._sum_columns, {}, {}),
+        (likeness_triton._leave_out, {}, {"SPARES_FIRST": True, "PADDED": True}),
+        (likeness_triton._average, {}, {"PADDED": True}),
         (ragged_decode_triton._attend, {}, {"BITS": 0, "APPENDS": True, "COUNTED": False, **wide}),
         (ragged_decode_triton._attend, {}, {"BITS": 0, "APPENDS": True, "COUNTED": True, **wide}),
         (ragged_decode_triton._attend, packed, {"BITS": 3, "APPENDS": False, "COUNTED": False, **wide}),
