@@ -65,6 +65,7 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
         grouped_triton,
         likeness_triton,
         ragged_decode_triton,
+        ragged_layout_triton,
         turboquant_triton,
     )
 
@@ -109,6 +110,14 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
         yield Kernel(f"_attend_groups, {name}, {of}", grouped_triton._attend_groups, types, exact, warps)
     fixed = {"SPLITS": 32, "VALUE_DIM": head_dim, "BLOCK_VALUE_DIM": blocks["BLOCK_VALUE_DIM"]}
     yield Kernel(f"combine, {name}", ragged_decode_triton.combine, types, fixed, {})
+
+    sizes = ragged_layout_triton.sizes_of(head_dim, head_dim, dtype)
+    types = dict.fromkeys(("keys", "values", "flat_keys", "flat_values", "dense_keys", "dense_values"), pointer)
+    types |= dict.fromkeys(("counts", "starts", "lengths", "dense_columns"), "*i64") | {"flat_columns": "*i32"}
+    types |= dict.fromkeys(("slots", "room", "behind", "appended", "seen"), "i32")
+    layout = ragged_layout_triton._to_segments, ragged_layout_triton._from_segments
+    yield Kernel(f"_to_segments, {name}", layout[0], types | {"columns": "*i64"}, {"SEGMENTS": 256, **sizes}, {})
+    yield Kernel(f"_from_segments, {name}", layout[1], types | {"columns": "*i32"}, sizes, {})
 
     block_dim, chunk = turboquant_triton.block_of(head_dim), turboquant_triton.CHUNK
     types = {"vectors": pointer, "keys": pointer, "values": pointer, "rotated": pointer, "output": pointer}

@@ -13,6 +13,7 @@ from tests.support.grouped_cases import check_grouped_triton
 from tests.support.kernel_cases import SHAPES, check_column_sums, check_likeness, prompt_case
 from tests.support.ragged_cases import (
     TOLERANCE,
+    check_layout_triton,
     check_static,
     check_static_triton,
     check_triton,
@@ -47,6 +48,12 @@ def test_columns_are_summed_as_by_the_reference(device, dtype):
 def test_triton_decodes_ragged_entries_as_the_reference(cuda, dtype):
     pytest.importorskip("triton")
     check_triton(dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
+def test_triton_lays_entries_out_as_pytorch_does(cuda, dtype):
+    pytest.importorskip("triton")
+    check_layout_triton(dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
