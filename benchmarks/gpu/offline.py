@@ -61,6 +61,7 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
     import triton
 
     from kvcompress.kernels import (
+        adaptive_triton,
         column_sums_triton,
         grouped_triton,
         likeness_triton,
@@ -81,6 +82,14 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
         aligned = frozenset({*rows, "columns"})
         yield Kernel(f"{function}, {name}", getattr(column_sums_triton, function), types, fixed, options, aligned)
 
+    if head_dim == HEAD_DIMS[0] and dtype == torch.float32:  # the same for all
+        types = {"ordered": "*fp32", "order": "*i64", "totals": "*i64", "is_lost": "*i8", "counts": "*i64"}
+        types |= {"kept": "*i64", "columns": "i32", "kv_heads": "i32", "most": "i32"}
+        for heads in (2, 8, 32):
+            fixed = {"SAFEGUARD": 0.2, "BLENDS": True, "HEADS": heads, "BLOCK": adaptive_triton.block_of(heads)}
+            exact = {"num_warps": adaptive_triton.WARPS, "enable_fp_fusion": False}
+            yield Kernel(f"_drop, {heads} heads", adaptive_triton._drop, types, fixed, exact)
+        yield Kernel("_list", adaptive_triton._list, types, {"BLOCK": adaptive_triton.LIST_BLOCK}, {})
     types = {"keys": pointer, "norms": "*fp32", "padding": "*i64", "left_out": "*i32", "means": "*fp32"}
     of_keys = frozenset({"key_row", "key_head", "key_column", "columns"})
     types |= dict.fromkeys((*of_keys, "kv_heads"), "i32") | {"similar": "fp32"}

@@ -10,7 +10,7 @@ from kvcompress.kernels.ragged_decode import ragged_decode, ragged_decode_refere
 from kvcompress.kernels.static_decode import static_decode
 from tests.gpu.cases import DTYPES
 from tests.support.grouped_cases import check_grouped_triton
-from tests.support.kernel_cases import SHAPES, check_column_sums, check_likeness, prompt_case
+from tests.support.kernel_cases import SHAPES, check_adaptive, check_column_sums, check_likeness, prompt_case
 from tests.support.ragged_cases import (
     TOLERANCE,
     check_layout_triton,
@@ -30,6 +30,11 @@ pytestmark = pytest.mark.gpu
 def test_triton_sums_columns_as_the_reference(cuda, dtype):
     pytest.importorskip("triton")
     check_column_sums(dtype, SHAPES, "cuda")
+
+
+def test_triton_chooses_over_heads_as_the_reference(cuda):
+    pytest.importorskip("triton")
+    check_adaptive("cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -62,9 +62,8 @@ BUDGETS = {
     "snapkv:protect=prompt:decode_budget=26:decode_interval=4": Budget(eviction=40, in_flight=None),
     f"snapkv{OFFLOADED}{EVICTING}": Budget(eviction=34, in_flight=None),
     f"r-kv{EVICTING}": Budget(eviction=39),
-    # Of 87, 52 are the choice: a sort of all heads, 25 for the shares of a few numbers, a sort of kept entries. In
-    # flight a slot is laid out on the host, which waits for each layer's counts.
-    f"adakv{EVICTING}": Budget(eviction=88, in_flight=1 + 3),
+    # In flight a slot is laid out on the host, which waits for each layer's counts.
+    f"adakv{EVICTING}": Budget(eviction=40, in_flight=1 + 3),
 }
 if find_spec("optimum"):  # pip install -e .[quantized]
     BUDGETS |= {

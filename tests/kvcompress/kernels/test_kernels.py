@@ -78,6 +78,7 @@ def test_the_triton_kernels_compile_for_a_gpu(capability):
     from triton.backends.compiler import GPUTarget
 
     from kvcompress.kernels import (
+        adaptive_triton,
         column_sums_triton,
         grouped_triton,
         likeness_triton,
@@ -94,6 +95,7 @@ def test_the_triton_kernels_compile_for_a_gpu(capability):
         "sums": "*fp32",
         **dict.fromkeys(("norms", "means"), "*fp32"),
         **dict.fromkeys(("left_out", "flat_columns"), "*i32"),
+        **dict.fromkeys(("order", "totals", "kept"), "*i64") | {"ordered": "*fp32", "is_lost": "*i8"},
         **dict.fromkeys(("flat_keys", "flat_values", "dense_keys", "dense_values"), "*bf16"),
         **dict.fromkeys(("columns", "dense_columns", "counts"), "*i64"),
         **dict.fromkeys(("scaling", "similar"), "fp32"),
@@ -113,6 +115,9 @@ def test_the_triton_kernels_compile_for_a_gpu(capability):
         (column_sums_triton._sum_columns, number, {}),
         (likeness_triton._leave_out, number, {"SPARES_FIRST": True, "PADDED": True}),
         (likeness_triton._average, number, {"PADDED": True}),
+        (adaptive_triton._drop, number, {"SAFEGUARD": 0.2, "BLENDS": True, "HEADS": 8, "BLOCK": 1024}),
+        (adaptive_triton._drop, number, {"SAFEGUARD": 0.2, "BLENDS": False, "HEADS": 8, "BLOCK": 1024}),
+        (adaptive_triton._list, number, {"BLOCK": 1024}),
         (ragged_layout_triton._to_segments, {}, {"SEGMENTS": 8, **wide}),
         (ragged_layout_triton._from_segments, {"columns": "*i32", "appended": "i32"}, wide),
         (ragged_decode_triton._attend, {}, {"BITS": 0, "APPENDS": True, "COUNTED": False, **wide}),
