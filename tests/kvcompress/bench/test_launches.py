@@ -62,8 +62,7 @@ BUDGETS = {
     "snapkv:protect=prompt:decode_budget=26:decode_interval=4": Budget(eviction=40, in_flight=None),
     f"snapkv{OFFLOADED}{EVICTING}": Budget(eviction=34, in_flight=None),
     f"r-kv{EVICTING}": Budget(eviction=39),
-    # In flight a slot is laid out on the host, which waits for each layer's counts.
-    f"adakv{EVICTING}": Budget(eviction=40, in_flight=1 + 3),
+    f"adakv{EVICTING}": Budget(eviction=40),
 }
 if find_spec("optimum"):  # pip install -e .[quantized]
     BUDGETS |= {
