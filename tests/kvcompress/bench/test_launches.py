@@ -47,8 +47,7 @@ BUDGETS = {
     "adakv": Budget(),
     f"full{OFFLOADED}": Budget(in_flight=None),
     f"snapkv{OFFLOADED}": Budget(in_flight=None),
-    # Ragged entries are laid out on the host, which waits for four tensors per layer.
-    f"adakv{OFFLOADED}": Budget(prefill_waits=1 + 3 * LAYERS, in_flight=None),
+    f"adakv{OFFLOADED}": Budget(in_flight=None),
     # One kernel packs a token, one rotates queries; outputs are rotated where parts are combined. The first pass of the
     # first of these caches creates two tables.
     f"snapkv{TURBOQUANT}": Budget(step=4, in_flight=None),
