@@ -61,9 +61,12 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
     import triton
 
     from kvcompress.kernels import (
+        adaptive_triton,
         column_sums_triton,
         grouped_triton,
+        likeness_triton,
         ragged_decode_triton,
+        ragged_layout_triton,
         turboquant_triton,
     )
 
@@ -78,6 +81,22 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
     for function in ("_sum_rows", "_sum_columns"):
         aligned = frozenset({*rows, "columns"})
         yield Kernel(f"{function}, {name}", getattr(column_sums_triton, function), types, fixed, options, aligned)
+
+    if head_dim == HEAD_DIMS[0] and dtype == torch.float32:  # the same for all
+        types = {"ordered": "*fp32", "order": "*i64", "totals": "*i64", "is_lost": "*i8", "counts": "*i64"}
+        types |= {"kept": "*i64", "columns": "i32", "kv_heads": "i32", "most": "i32"}
+        for heads in (2, 8, 32):
+            fixed = {"SAFEGUARD": 0.2, "BLENDS": True, "HEADS": heads, "BLOCK": adaptive_triton.block_of(heads)}
+            exact = {"num_warps": adaptive_triton.WARPS, "enable_fp_fusion": False}
+            yield Kernel(f"_drop, {heads} heads", adaptive_triton._drop, types, fixed, exact)
+        yield Kernel("_list", adaptive_triton._list, types, {"BLOCK": adaptive_triton.LIST_BLOCK}, {})
+    types = {"keys": pointer, "norms": "*fp32", "padding": "*i64", "left_out": "*i32", "means": "*fp32"}
+    of_keys = frozenset({"key_row", "key_head", "key_column", "columns"})
+    types |= dict.fromkeys((*of_keys, "kv_heads"), "i32") | {"similar": "fp32"}
+    fixed = {"PADDED": True, "SPARES_FIRST": True, "HEAD_DIM": head_dim, **blocks}
+    for function in (likeness_triton._leave_out, likeness_triton._average):
+        exact = {name: value for name, value in fixed.items() if name in function.arg_names}
+        yield Kernel(f"{function.__name__}, {name}", function, types, exact, options, of_keys)
 
     for bits, appends in ((0, False), (0, True), (2, False), (3, False), (4, False)):
         blocks = ragged_decode_triton.blocks_of(head_dim, head_dim, dtype, bool(bits))
@@ -100,6 +119,14 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
         yield Kernel(f"_attend_groups, {name}, {of}", grouped_triton._attend_groups, types, exact, warps)
     fixed = {"SPLITS": 32, "VALUE_DIM": head_dim, "BLOCK_VALUE_DIM": blocks["BLOCK_VALUE_DIM"]}
     yield Kernel(f"combine, {name}", ragged_decode_triton.combine, types, fixed, {})
+
+    sizes = ragged_layout_triton.sizes_of(head_dim, head_dim, dtype)
+    types = dict.fromkeys(("keys", "values", "flat_keys", "flat_values", "dense_keys", "dense_values"), pointer)
+    types |= dict.fromkeys(("counts", "starts", "lengths", "dense_columns"), "*i64") | {"flat_columns": "*i32"}
+    types |= dict.fromkeys(("slots", "room", "behind", "appended", "seen"), "i32")
+    layout = ragged_layout_triton._to_segments, ragged_layout_triton._from_segments
+    yield Kernel(f"_to_segments, {name}", layout[0], types | {"columns": "*i64"}, {"SEGMENTS": 256, **sizes}, {})
+    yield Kernel(f"_from_segments, {name}", layout[1], types | {"columns": "*i32"}, sizes, {})
 
     block_dim, chunk = turboquant_triton.block_of(head_dim), turboquant_triton.CHUNK
     types = {"vectors": pointer, "keys": pointer, "values": pointer, "rotated": pointer, "output": pointer}

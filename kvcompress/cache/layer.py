@@ -153,7 +153,7 @@ class CompressedLayer(CacheLayerMixin):
 
     # -- phases
 
-    def begin(self, tokens: NewTokens, all_whole: bool) -> None:
+    def begin(self, tokens: NewTokens, all_whole: bool = True) -> None:
         """Prepare for a forward pass over `tokens`, which will be compressed; `all_whole` as in `Prefill`."""
         is_later_chunk = self.policy.engine.prefill_chunk is not None and self.storage is not None
         kind = LaterChunk if is_later_chunk else Prefill

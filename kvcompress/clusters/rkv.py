@@ -4,17 +4,15 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 
 from ..errors import KVCompressError
+from ..kernels.likeness import mean_likeness
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
 from ..scoring.rows import handles_padding
-from ..scoring.windows import pad_columns, pool_scores
+from ..scoring.windows import pool_scores
 from .base import KVCluster
-
-BLOCK = 128  # keys compared with all others at once
 
 
 def redundancy(
@@ -33,24 +31,7 @@ def redundancy(
     Returns:
         (batch, kv_heads, keys) in fp32, zero at pads.
     """
-    directions = F.normalize(keys.float(), dim=-1)
-    count = keys.shape[2]
-    if padding is not None:
-        pads = pad_columns(padding, count)
-        directions = directions.masked_fill(pads[..., None], 0.0)
-        count = (count - padding)[..., None]
-    column = torch.arange(keys.shape[2], device=keys.device)
-    total = None
-    for start in range(0, keys.shape[2], BLOCK):
-        alike = directions[:, :, start : start + BLOCK] @ directions.transpose(2, 3)
-        alike.diagonal(start, 2, 3).zero_()  # a key is not like itself
-        latest = torch.where(alike > similar, column, 0 if spares_first else -1).amax(-1, keepdim=True)
-        if spares_first and padding is not None:
-            latest = latest.maximum(padding[..., None, None])
-        of_rows = alike.masked_fill_(column == latest, 0.0).sum(2)
-        total = of_rows if total is None else total + of_rows
-    mean = total / count
-    return (mean if padding is None else mean.masked_fill(pads, -torch.inf)).softmax(-1)
+    return mean_likeness(keys, similar, padding, spares_first).softmax(-1)
 
 
 @register_method("r-kv")
@@ -84,8 +65,7 @@ class RKVCluster(KVCluster):
     @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         window = min(self.window_size, keys.shape[2])
-        logits = view.window_logits(queries, keys, window)
-        logits[..., -window:] = -torch.inf
+        logits = view.window_logits(queries, keys, window, hides_window=True)
         weights = logits.amax(2).softmax(-1)  # (batch, kv_heads, window, keys)
         # NaN: a pad's query, which has no vote, or no token before the window.
         importance = pool_scores(weights.nanmean(2).nan_to_num(0.0), self.kernel_size, "max")

@@ -126,11 +126,22 @@ class SlotCache(Cache):
             layer.take_back()
 
     def evict(self) -> None:
-        """Reduce the sequences that are due to the decode budget. Can be called again after it broke off."""
-        if self.policy.decode is not None:
-            with own_dtypes(self._device):
-                for layer in self.layers:
-                    layer.evict()
+        """Reduce the sequences that are due to the decode budget. Can be called again after it broke off.
+
+        What a choice leaves of each head is copied to the host while the next layer chooses."""
+        if self.policy.decode is None:
+            return
+        with own_dtypes(self._device):
+            replace = None
+            for choose in [each for layer in self.layers for each in layer.evictions()]:
+                try:
+                    chosen = choose()
+                finally:  # a choice that was made is not made again
+                    if replace is not None:
+                        replace()
+                replace = chosen
+            if replace is not None:
+                replace()
 
     # -- for the session
 

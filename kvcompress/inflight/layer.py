@@ -1,6 +1,7 @@
 """The layers of a `SlotCache`: the sequences' entries, a slot for each, and evictions while decoding."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,7 +12,8 @@ from ..cache.eviction import batch_key, evict_together, note_left
 from ..cache.layer import CompressedLayer, wrap_keys
 from ..cache.memory import Memory
 from ..cache.scope import States
-from ..device import on_device, own_dtypes
+from ..device import Arriving, on_device, own_dtypes
+from ..scoring.layer_view import Kept
 from ..scoring.rotary import Rotary
 from .pool import RaggedSlotPool, SlotPool
 
@@ -71,8 +73,10 @@ class DecodingLayer(CacheLayerMixin):
     def count(self) -> None:
         """Finish a step."""
 
-    def evict(self) -> None:
-        """Reduce the sequences that are due to the decode budget."""
+    def evictions(self) -> list[Callable[[], Callable[[], None]]]:
+        """Return a function for each group of sequences that are due. It chooses what the decode budget leaves, and
+        returns another, which replaces the entries."""
+        return []
 
 
 class SlotLayer(DecodingLayer):
@@ -242,16 +246,15 @@ class SlotLayer(DecodingLayer):
         for memory in self._memories.values():
             memory.decoded += 1
 
-    @torch.no_grad()
-    def evict(self) -> None:
+    def evictions(self) -> list[Callable[[], Callable[[], None]]]:
         interval, together = self.policy.decode_interval, defaultdict(list)
         for slot, memory in self._memories.items():
             if memory.decoded >= interval:
                 together[memory.decoded, batch_key(memory)].append(slot)
-        for slots in together.values():
-            self._evict(slots)
+        return [partial(self._evict, slots) for slots in together.values()]
 
-    def _evict(self, slots: list[int]) -> None:
+    @torch.no_grad()
+    def _evict(self, slots: list[int]) -> Callable[[], None]:
         memories = [self._memories[slot] for slot in slots]
         seen = [self._slots.held[slot] for slot in slots]
         queries = None
@@ -262,13 +265,22 @@ class SlotLayer(DecodingLayer):
             rotary = rotary.rows(on_device(slots, rotary.cos.device)).to(before.keys.device)
         states = States(queries, self._scaling, self._module, rotary)
         left = evict_together(self.choice, memories, seen, before, states, memories[0].decoded)
-        counts = left.held or (left.indices >= 0).sum(-1).tolist()
+        counts = left.held or Arriving((left.indices >= 0).sum(-1))
+        return partial(self._replace, slots, before, left, counts)
+
+    @torch.no_grad()
+    def _replace(self, slots: list[int], before: Kept, left: Kept, counts: list[list[int]] | Arriving) -> None:
+        """Replace the contents `before` of these slots by `left`, with `counts` entries in each slot's heads."""
+        if isinstance(counts, Arriving):
+            flat, heads = counts.tolist(), left.indices.shape[1]
+            counts = [flat[first : first + heads] for first in range(0, len(flat), heads)]
         rows = max(self._pool_type.rows_for(of_heads, self.policy.decode_interval) for of_heads in counts)
         if rows > self.storage.rows:  # heads or layers now share their budget differently
             rows += SPARE * self.storage.heads
             self.storage = self.storage.resized(self.storage.slots, rows, {slot: slot for slot in self._memories})
         if left is not before:
             self.storage.place(slots, left, counts, room=0)
+        memories = [self._memories[slot] for slot in slots]
         note_left(memories, before, left)
         for memory in memories:
             memory.decoded = 0

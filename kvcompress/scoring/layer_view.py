@@ -181,9 +181,14 @@ class LayerView:
         The result is (batch, kv_heads, groups, window, keys) in fp32. Rows of pad queries are zero."""
         return window_attention(self._given(queries), keys, window, self.scaling, self.padding, *self._columns())
 
-    def window_logits(self, queries: torch.Tensor | None, keys: torch.Tensor, window: int) -> torch.Tensor:
-        """Return `window_attention` before its softmax, with -inf at keys that a query does not see."""
-        return window_logits(self._given(queries), keys, window, self.scaling, self.padding, *self._columns())
+    def window_logits(
+        self, queries: torch.Tensor | None, keys: torch.Tensor, window: int, hides_window: bool = False
+    ) -> torch.Tensor:
+        """Return `window_attention` before its softmax, with -inf at keys that a query does not see.
+
+        With `hides_window` none sees the last `window` keys."""
+        given = self._given(queries), keys, window, self.scaling, self.padding
+        return window_logits(*given, *self._columns(), hides_window)
 
     def column_sums(
         self, queries: torch.Tensor | None, keys: torch.Tensor, weights: torch.Tensor | None = None

@@ -6,6 +6,7 @@ starts with -1, which aligns its entries to the right."""
 import torch
 
 from ..device import on_device
+from ..kernels.ragged_decode import has_triton
 from .windows import pad_columns
 
 MANY = 4096  # entries, from which a launch more costs less than it saves
@@ -124,6 +125,12 @@ def adaptive_indices(
         scores = _without_pads(scores, padding)
     totals = [round(budget * kv_heads) for budget in budgets]
     total = on_device(totals, scores.device)[:, None]
+    if scores.device.type == "cuda" and has_triton():
+        from ..kernels.adaptive_triton import MOST_ENTRIES, adaptive_triton
+
+        if kv_heads * columns <= MOST_ENTRIES:
+            most, blends = min(max(totals), columns), head_budget == "adaptive"
+            return adaptive_triton(scores, total[:, 0], most, safeguard, blends)
     # All heads' entries, the best last: (batch, entries). Of equals the latest comes last, of a column the last head.
     order = scores.transpose(1, 2).flatten(1).argsort(dim=1, stable=True)
     entries, head = order.shape[1], order % kv_heads

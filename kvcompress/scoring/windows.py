@@ -42,6 +42,7 @@ def window_logits(
     padding: torch.Tensor | None = None,
     key_columns: torch.Tensor | None = None,
     seen: int | None = None,
+    hides_window: bool = False,
 ) -> torch.Tensor:
     """Return the scaled products of the last `window` queries with all keys, in fp32; -inf at invisible keys.
 
@@ -52,16 +53,19 @@ def window_logits(
         padding: see the module.
         key_columns, seen: while decoding, the sequence column of each key (batch, kv_heads, keys) and the number of
             columns seen; without them, keys and queries are those of one prompt.
+        hides_window: the last `window` keys are invisible to all queries.
 
     Returns:
         (batch, kv_heads, groups, window, keys). `window` is at most the number of queries.
     """
     batch, kv_heads, columns, head_dim = keys.shape
-    window = min(window, queries.shape[2])
+    hidden, window = window, min(window, queries.shape[2])
     groups = queries.shape[1] // kv_heads
     recent = queries[:, :, -window:].reshape(batch, kv_heads, groups * window, head_dim)
     logits = products(recent, keys).mul_(scaling).view(batch, kv_heads, groups, window, columns)
-    if key_columns is None:  # the last `window` columns are causal; all columns before them are visible
+    if hides_window:  # keys that come after a query are among them, because entries are in order
+        logits[..., columns - min(hidden, columns) :] = float("-inf")
+    elif key_columns is None:  # the last `window` columns are causal; all columns before them are visible
         logits[..., -window:].masked_fill_(_future(window, keys.device), float("-inf"))
     else:
         query_columns = torch.arange(seen - window, seen, device=keys.device)

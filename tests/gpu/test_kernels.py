@@ -10,9 +10,10 @@ from kvcompress.kernels.ragged_decode import ragged_decode, ragged_decode_refere
 from kvcompress.kernels.static_decode import static_decode
 from tests.gpu.cases import DTYPES
 from tests.support.grouped_cases import check_grouped_triton
-from tests.support.kernel_cases import SHAPES, check_column_sums, prompt_case
+from tests.support.kernel_cases import SHAPES, check_adaptive, check_column_sums, check_likeness, prompt_case
 from tests.support.ragged_cases import (
     TOLERANCE,
+    check_layout_triton,
     check_static,
     check_static_triton,
     check_triton,
@@ -31,6 +32,17 @@ def test_triton_sums_columns_as_the_reference(cuda, dtype):
     check_column_sums(dtype, SHAPES, "cuda")
 
 
+def test_triton_chooses_over_heads_as_the_reference(cuda):
+    pytest.importorskip("triton")
+    check_adaptive("cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_compares_keys_as_the_reference(cuda, dtype):
+    pytest.importorskip("triton")
+    check_likeness(dtype, SHAPES, "cuda")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_columns_are_summed_as_by_the_reference(device, dtype):
     case = prompt_case(2, 2, 4, 128, 700 if device.type == "cpu" else 3000, [[200], [0]], None, dtype, device=device)
@@ -41,6 +53,12 @@ def test_columns_are_summed_as_by_the_reference(device, dtype):
 def test_triton_decodes_ragged_entries_as_the_reference(cuda, dtype):
     pytest.importorskip("triton")
     check_triton(dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
+def test_triton_lays_entries_out_as_pytorch_does(cuda, dtype):
+    pytest.importorskip("triton")
+    check_layout_triton(dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -20,8 +20,13 @@ if __name__ == "__main__":
     kernel_cases.check_column_sums(torch.float32, kernel_cases.SHAPES, "cpu")
     # The interpreter (triton 3.9) multiplies the bits of bfloat16.
     kernel_cases.check_column_sums(torch.float16, kernel_cases.SHAPES[4:5], "cpu")
+    kernel_cases.check_adaptive("cpu")
+    kernel_cases.check_likeness(torch.float32, kernel_cases.SHAPES, "cpu")
+    kernel_cases.check_likeness(torch.float16, kernel_cases.SHAPES[4:6], "cpu")
     ragged_cases.check_triton(torch.float32, "cpu")
     ragged_cases.check_triton(torch.float16, "cpu", ragged_cases.SHAPES[4:])
+    ragged_cases.check_layout_triton(torch.float32, "cpu")
+    ragged_cases.check_layout_triton(torch.uint8, "cpu")
     ragged_cases.check_turboquant_triton(torch.float32, "cpu", ragged_cases.SHAPES[::3])
     ragged_cases.check_turboquant_triton(torch.float16, "cpu", ragged_cases.SHAPES[4:])
     ragged_cases.check_turboquant_pack_triton(torch.float32, "cpu", ragged_cases.SHAPES[::2])

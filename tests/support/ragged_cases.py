@@ -7,6 +7,7 @@ import torch
 
 from kvcompress.kernels.ragged_decode import ragged_decode_reference
 from kvcompress.kernels.turboquant import BITS, TurboQuant
+from kvcompress.scoring.layer_view import Kept
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 # batch, kv_heads, groups, head_dim, longest, spare, splits
@@ -46,6 +47,39 @@ def check_triton(dtype: torch.dtype, device: str, shapes: list[tuple] = SHAPES) 
         expected = ragged_decode_reference(*case, head_dim**-0.5)
         output = ragged_decode_triton(*case, max(sizes[::2]), head_dim**-0.5, splits)
         torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def check_layout_triton(dtype: torch.dtype, device: str) -> None:
+    """Check that entries are laid out as segments and returned as by `RaggedStorage` on a CPU."""
+    from kvcompress.cache.storage.ragged import RaggedStorage
+    from kvcompress.kernels.ragged_layout_triton import from_segments, to_segments
+
+    for batch, kv_heads, key_dim, value_dim, room, appended in [(1, 1, 16, 16, 0, 0), (2, 3, 33, 80, 5, 3)]:
+        slots, generator = 90, torch.Generator().manual_seed(0)
+        counts = torch.randint(0, slots + 1, (batch, kv_heads), generator=generator)
+        counts[0, 0], counts[-1, -1] = 0, slots
+        columns = torch.arange(7, 7 + slots).expand(batch, kv_heads, -1)
+        columns = columns.masked_fill(torch.arange(slots) < slots - counts[..., None], -1)
+        states = [
+            (100 * torch.randn(batch, kv_heads, slots + appended, dim, generator=generator)).to(dtype)
+            for dim in (key_dim, value_dim)
+        ]
+        total, dense = int(counts.sum()), (*(part[:, :, :slots] for part in states), columns)
+        storage = RaggedStorage(Kept(*dense, total=total), counts, counts.flatten().tolist(), room)
+        *laid, starts = to_segments(*(part.to(device) for part in dense), counts.to(device), total, room)
+        expected = *storage.segments()[:2], storage.indices, storage.starts
+        for ours, theirs in zip((*laid, starts), expected, strict=True):
+            assert torch.equal(ours.cpu(), theirs)
+        if appended:
+            storage.append(*(part[:, :, slots:] for part in states))
+        ragged = storage.keys, storage.values, storage.indices, storage.starts, storage.lengths
+        numbers = storage.behind, storage.appended, storage.room, 200, storage.length
+        expected, found = storage.kept(200), from_segments(*(part.to(device) for part in ragged), *numbers)
+        used = expected.indices >= 0
+        assert torch.equal(found[2].cpu(), expected.indices)
+        for ours, theirs in zip(found, (expected.keys, expected.values), strict=False):
+            assert torch.equal(ours.cpu()[used], theirs[used])
+            assert not ours.cpu()[~used].any()
 
 
 def check_turboquant_triton(dtype: torch.dtype, device: str, shapes: list[tuple] = SHAPES) -> None:

@@ -1,9 +1,11 @@
 """Creates a layer's storage. Every storage has room for new tokens, so that a decoded token is written in place."""
 
+from functools import partial
+
 import torch
 
 from ...policy.options import Engine
-from .base import Storage
+from .base import Storage, lasting
 from .fp8 import Fp8Storage
 from .offloaded import OffloadedStorage
 from .quantized import QuantizedStorage
@@ -31,6 +33,9 @@ def new_storage(
     if kind == "offloaded" and device.type == "cuda":
         room = 0  # new tokens wait on the device, and room would be copied to it in every step
     is_dense = indices is None or total == indices.numel()
+    if kind == "offloaded" and not is_dense and total is not None and device.type == "cuda":
+        parts = [lasting(part.to, "cpu", non_blocking=True) for part in (keys, values, indices)]  # into pinned memory
+        return OffloadedStorage(partial(store, *parts, pads, room, total), device)
     if kind.startswith("offloaded") and not (kind == "offloaded" and is_dense):  # dense ones move without a wait
         keys, values, indices, pads = (None if t is None else t.cpu() for t in (keys, values, indices, pads))
     if kind in ("static", "offloaded_static"):

@@ -1,5 +1,6 @@
 """Offloaded storage: entries in CPU memory."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,11 +37,12 @@ class OffloadedStorage(Storage):
     stay on the device until there are `TAIL` of them and their copy has arrived.
 
     Args:
-        inner: a storage on the CPU, or a dense one on the device, which is moved.
+        inner: a storage on the CPU; a dense one on the device, which is moved; or a function that makes one on the CPU
+            of tensors on their way there, and is called when it is needed.
         device: the device on which the model computes.
     """
 
-    def __init__(self, inner: Storage, device: torch.device):
+    def __init__(self, inner: Storage | Callable[[], Storage], device: torch.device):
         self._inner, self.device = inner, device
         self._left: torch.cuda.Event | None = None  # after this event the inner storage is in CPU memory
         self.fetched: tuple[torch.Tensor, ...] | None = None
@@ -52,6 +54,8 @@ class OffloadedStorage(Storage):
                 if (part := getattr(inner, name)) is not None:
                     setattr(inner, name, lasting(part.to, "cpu", non_blocking=True))  # into pinned memory
             self._left = torch.cuda.current_stream(device).record_event()
+        elif callable(inner):
+            self._left = torch.cuda.current_stream(device).record_event()
         else:
             self._pin()
 
@@ -61,7 +65,15 @@ class OffloadedStorage(Storage):
         if self._left is not None and not self._left.query():
             self._left.synchronize()
         self._left = None
+        if callable(self._inner):
+            self._inner = self._inner()
+            self._pin()
         return self._inner
+
+    @property
+    def _moving(self) -> Storage:
+        """The inner storage, whose keys and values may still be on their way to CPU memory."""
+        return self.inner if callable(self._inner) else self._inner
 
     def _pin(self) -> None:
         """Pin buffers that are copied as they are."""
@@ -70,27 +82,33 @@ class OffloadedStorage(Storage):
                 setattr(self.inner, name, lasting(getattr(self.inner, name).pin_memory))
 
     @property
+    def room_nbytes(self) -> int:
+        return self._moving.room_nbytes
+
+    @property
     def _tail_length(self) -> int:
         return sum(keys.shape[2] for keys, _ in self.tail)
 
     @property
     def length(self) -> int:
-        return self._inner.length + self._tail_length
+        return self._moving.length + self._tail_length
 
     @property
     def is_whole(self) -> bool:
-        return self._inner.is_whole
+        return self._moving.is_whole
 
     @property
     def fills_all_slots(self) -> bool:
-        return self._inner.fills_all_slots
+        return self._moving.fills_all_slots
 
     @property
     def appended(self) -> int:
-        return int(self._inner.appended) + self._tail_length
+        return int(self._moving.appended) + self._tail_length
 
     def prefetch(self) -> None:
         """Start copying the entries to the device while it computes."""
+        if callable(self._inner) and not self._left.query():
+            return  # as in the pass that stores them, whose host would wait
         if self.stream is not None and self.fetched is None:
             with torch.cuda.stream(self.stream):
                 if self._left is not None:
@@ -99,13 +117,13 @@ class OffloadedStorage(Storage):
 
     def _start_copy(self) -> tuple[torch.Tensor, ...]:
         """Start copying the inner storage's keys and values to the device, and return them."""
-        if not isinstance(self._inner, DenseStorage):
+        if not isinstance(self._moving, DenseStorage):
             return tuple(part.pin_memory().to(self.device, non_blocking=True) for part in self.inner.read())
         buffers = (self._inner.keys, self._inner.values)  # unchanged, including the spare room
         return tuple(part.to(self.device, non_blocking=True)[:, :, : self._inner.length] for part in buffers)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if self.stream is not None and not self._inner.has_fixed_shapes:
+        if self.stream is not None and not self._moving.has_fixed_shapes:
             self.tail.append((keys.detach(), values.detach()))
             return
         self.inner.append(keys.cpu(), values.cpu())
@@ -115,7 +133,7 @@ class OffloadedStorage(Storage):
                 buffer[:, :, first : first + keys.shape[2]] = part
 
     def check_room(self, appended: int) -> None:
-        self._inner.check_room(appended)
+        self._moving.check_room(appended)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.stream is None:
@@ -206,4 +224,4 @@ class OffloadedStorage(Storage):
         return made
 
     def tensors(self) -> list[torch.Tensor]:
-        return [*super().tensors(), *(part for parts in self.tail for part in parts)]
+        return [*self._moving.tensors(), *(part for parts in self.tail for part in parts)]

@@ -12,7 +12,8 @@ class RaggedStorage(Storage):
     """One flat buffer (entries, head_dim) for keys and one for values, with a segment per row and KV head.
 
     Spare rows follow each segment. A decode step attends to the segments in place; on CUDA the same kernel writes the
-    new token, elsewhere one `index_copy_` has done so.
+    new token, elsewhere one `index_copy_` has done so. On CUDA one kernel lays a choice out and one returns it, so that
+    an eviction launches few.
 
     Args:
         kept: right-aligned, with -1 in unused slots, and with `total`.
@@ -32,11 +33,18 @@ class RaggedStorage(Storage):
         self.entries = self.length = kept.indices.shape[2] if flat is None else max(flat)
         self.appended = 0
         self._flat = Arriving(counts) if flat is None else flat
+        segments = counts.numel()
+        room = spare(self.entries if flat else -(-kept.total // segments)) if room is None else room
+        if counts.device.type == "cuda" and has_triton():
+            from ...kernels.ragged_layout_triton import to_segments
+
+            self.room, self.lengths, self.behind = room, counts, 0
+            dense = kept.keys, kept.values, kept.indices
+            self.keys, self.values, self.indices, self.starts = lasting(to_segments, *dense, counts, kept.total, room)
+            return
         # Stable: slots in use come first, row by row and head by head.
         used = (kept.indices < 0).flatten().argsort(stable=True)[: kept.total]
         self.indices = kept.indices.flatten()[used].to(torch.int32)
-        segments = counts.numel()
-        room = spare(self.entries if flat else -(-kept.total // segments)) if room is None else room
         segment = used // kept.indices.shape[2]
         self._place(counts, segment, kept.keys.flatten(0, 2)[used], kept.values.flatten(0, 2)[used], room)
 
@@ -164,6 +172,15 @@ class RaggedStorage(Storage):
 
     def visible(self) -> torch.Tensor:
         return self._rows() >= self.starts[..., None]
+
+    def kept(self, seen: int) -> Kept:
+        if self.keys.device.type != "cuda" or not has_triton():
+            return super().kept(seen)
+        from ...kernels.ragged_layout_triton import from_segments
+
+        self._write()
+        ragged = self.keys, self.values, self.indices, self.starts, self.lengths
+        return Kept(*from_segments(*ragged, self.behind, self.appended, self.room, seen, self.length))
 
     def columns(self, seen: int) -> torch.Tensor:
         return with_appended(self._kept_columns(), self.appended, seen)

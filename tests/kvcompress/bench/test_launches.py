@@ -47,8 +47,7 @@ BUDGETS = {
     "adakv": Budget(),
     f"full{OFFLOADED}": Budget(in_flight=None),
     f"snapkv{OFFLOADED}": Budget(in_flight=None),
-    # Ragged entries are laid out on the host, which waits for four tensors per layer.
-    f"adakv{OFFLOADED}": Budget(prefill_waits=1 + 3 * LAYERS, in_flight=None),
+    f"adakv{OFFLOADED}": Budget(in_flight=None),
     # One kernel packs a token, one rotates queries; outputs are rotated where parts are combined. The first pass of the
     # first of these caches creates two tables.
     f"snapkv{TURBOQUANT}": Budget(step=4, in_flight=None),
@@ -61,12 +60,8 @@ BUDGETS = {
     f"h2o{EVICTING}": Budget(eviction=35),
     "snapkv:protect=prompt:decode_budget=26:decode_interval=4": Budget(eviction=40, in_flight=None),
     f"snapkv{OFFLOADED}{EVICTING}": Budget(eviction=34, in_flight=None),
-    # Of 54, 18 compute the similarity of keys, 9 the mean of NaN rows and the pooling.
-    f"r-kv{EVICTING}": Budget(eviction=54),
-    # Of 124, 52 are the choice (a sort of all heads, 25 for the shares of a few numbers, a sort of kept entries), 45
-    # gather ragged entries and lay them out again; custom kernels would be fewer. In flight a slot is laid out on
-    # the host, which waits for each layer's counts.
-    f"adakv{EVICTING}": Budget(eviction=125, in_flight=1 + 3),
+    f"r-kv{EVICTING}": Budget(eviction=39),
+    f"adakv{EVICTING}": Budget(eviction=40),
 }
 if find_spec("optimum"):  # pip install -e .[quantized]
     BUDGETS |= {

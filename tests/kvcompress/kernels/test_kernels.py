@@ -78,9 +78,12 @@ def test_the_triton_kernels_compile_for_a_gpu(capability):
     from triton.backends.compiler import GPUTarget
 
     from kvcompress.kernels import (
+        adaptive_triton,
         column_sums_triton,
         grouped_triton,
+        likeness_triton,
         ragged_decode_triton,
+        ragged_layout_triton,
         turboquant_triton,
     )
 
@@ -90,7 +93,12 @@ def test_the_triton_kernels_compile_for_a_gpu(capability):
         "weights": "*fp32",
         "log_sums": "*fp32",
         "sums": "*fp32",
-        "scaling": "fp32",
+        **dict.fromkeys(("norms", "means"), "*fp32"),
+        **dict.fromkeys(("left_out", "flat_columns"), "*i32"),
+        **dict.fromkeys(("order", "totals", "kept"), "*i64") | {"ordered": "*fp32", "is_lost": "*i8"},
+        **dict.fromkeys(("flat_keys", "flat_values", "dense_keys", "dense_values"), "*bf16"),
+        **dict.fromkeys(("columns", "dense_columns", "counts"), "*i64"),
+        **dict.fromkeys(("scaling", "similar"), "fp32"),
         **dict.fromkeys(("key_codebook", "value_codebook", "partial", "maxima"), "*fp32"),
         **dict.fromkeys(("rotation", "key_rotation", "value_rotation", "key_boundaries", "value_boundaries"), "*fp32"),
         **dict.fromkeys(("packed_keys", "packed_values"), "*u8"),
@@ -99,11 +107,19 @@ def test_the_triton_kernels_compile_for_a_gpu(capability):
         "table": "*i64",
     }
     sizes = {"GROUPS": 2, "STAYING": 32, "MOVING": 16}
+    number = {"columns": "i32"}
     packed = dict.fromkeys(("keys", "values"), "*u8")
     wide = {"BLOCK_KEYS": 64, "KEY_DIM": 128, "VALUE_DIM": 128, "BLOCK_KEY_DIM": 128, "BLOCK_VALUE_DIM": 128}
     kernels = [
-        (column_sums_triton._sum_rows, {}, {}),
-        (column_sums_triton._sum_columns, {}, {}),
+        (column_sums_triton._sum_rows, number, {}),
+        (column_sums_triton._sum_columns, number, {}),
+        (likeness_triton._leave_out, number, {"SPARES_FIRST": True, "PADDED": True}),
+        (likeness_triton._average, number, {"PADDED": True}),
+        (adaptive_triton._drop, number, {"SAFEGUARD": 0.2, "BLENDS": True, "HEADS": 8, "BLOCK": 1024}),
+        (adaptive_triton._drop, number, {"SAFEGUARD": 0.2, "BLENDS": False, "HEADS": 8, "BLOCK": 1024}),
+        (adaptive_triton._list, number, {"BLOCK": 1024}),
+        (ragged_layout_triton._to_segments, {}, {"SEGMENTS": 8, **wide}),
+        (ragged_layout_triton._from_segments, {"columns": "*i32", "appended": "i32"}, wide),
         (ragged_decode_triton._attend, {}, {"BITS": 0, "APPENDS": True, "COUNTED": False, **wide}),
         (ragged_decode_triton._attend, {}, {"BITS": 0, "APPENDS": True, "COUNTED": True, **wide}),
         (ragged_decode_triton._attend, packed, {"BITS": 3, "APPENDS": False, "COUNTED": False, **wide}),
