@@ -239,11 +239,10 @@ class Session:
             self._pass_hooks += watch_hidden_states(self._decoder, cache)
         if is_prompt:
             self._hook_prompt(cache, wanted_outputs(kwargs))
+            cache.filled_by = self._reference
         kwargs = {name: value for name, value in kwargs.items() if name not in NAMES} | {self._cache_name: cache}
         if isinstance(cache, CompressedCache):
             self.cache = self._threads.answers_cache(cache)
-            if is_prompt:
-                cache.filled_by = self._reference
         return (), kwargs
 
     def _hook_prompt(self, cache: CompressedCache, wanted: object) -> None:
@@ -258,8 +257,7 @@ class Session:
         if policy.engine.scope == "context-first":
             read = partial(self._prefixes.read_context, decoder, self._base, cache)
             self._pass_hooks += read_context_first(decoder, cache, read, partial(self._choose, cache))
-        prompt = self._pieces or ResumedPrompt()
-        self._pass_hooks += self._prefixes.attach(prompt, decoder, self._base, cache, wanted)
+        self._pass_hooks += self._prefixes.attach(self._pieces or ResumedPrompt(), decoder, self._base, cache, wanted)
 
     def _choose(self, cache: CompressedCache, output: Any = None) -> None:
         """Make the choices that wait for the whole prompt, given the model's output, or for its context."""
