@@ -93,6 +93,8 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
     types = {"keys": pointer, "norms": "*fp32", "padding": "*i64", "left_out": "*i32", "means": "*fp32"}
     of_keys = frozenset({"key_row", "key_head", "key_column", "columns"})
     types |= dict.fromkeys((*of_keys, "kv_heads"), "i32") | {"similar": "fp32"}
+    blocks = likeness_triton.blocks_of(head_dim, dtype)
+    options = {"num_warps": blocks.pop("num_warps")}
     fixed = {"PADDED": True, "SPARES_FIRST": True, "HEAD_DIM": head_dim, **blocks}
     for function in (likeness_triton._leave_out, likeness_triton._average):
         exact = {name: value for name, value in fixed.items() if name in function.arg_names}

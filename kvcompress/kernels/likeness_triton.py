@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .column_sums_triton import blocks_of
+from . import column_sums_triton
 
 LEAST_NORM = tl.constexpr(1e-12)  # as in torch.nn.functional.normalize
 
@@ -31,6 +31,13 @@ def mean_likeness_triton(
         _leave_out[grid](keys, norms, pads, left_out, *shape, similar, SPARES_FIRST=spares_first, **fixed)
         _average[grid](keys, norms, pads, left_out, means, *shape, **fixed)
     return means
+
+
+def blocks_of(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return the kernels' block sizes and warps, without a spilled register in 16 bits (`python -m
+    benchmarks.gpu.offline`)."""
+    blocks = column_sums_triton.blocks_of(head_dim, dtype)
+    return blocks | {"MOVING": min(blocks["MOVING"], 32)}
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 MOST_ROWS = 64  # of a block
-BLOCK_BYTES = 16384
+BLOCK_BYTES = 8192
 
 
 def to_segments(

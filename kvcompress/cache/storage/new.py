@@ -45,7 +45,7 @@ def new_storage(
     elif kind == "quantized" and engine.kv_backend == "fp8":
         storage = Fp8Storage(keys, values, indices, pads, room, total)
     elif kind == "quantized":
-        storage = QuantizedStorage(keys, values, indices, pads, engine.quantizer, engine.kv_residual)
+        storage = QuantizedStorage(keys, values, indices, pads, engine.quantizer, engine.kv_residual, total)
     elif kind == "think":
         uniform = indices is not None and total == indices.numel()
         storage = ThinKStorage(keys, values, indices, pads, channels, engine.key_recent, room, uniform)

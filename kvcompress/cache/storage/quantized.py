@@ -62,6 +62,7 @@ class QuantizedStorage(Storage):
     Args:
         kept: right-aligned, with -1 in unused slots; its indices may be None for column = slot.
         pads: as in `DenseStorage`.
+        total: entries of all rows and heads, if the host knows.
     """
 
     is_final = True
@@ -69,14 +70,14 @@ class QuantizedStorage(Storage):
     has_forgotten = False  # what is forgotten stays in its block, which is then read and masked
     _pieces: Pieces | None = None  # of the present blocks, once a step asked
 
-    def __init__(self, keys, values, indices, pads, quantizer: Quantizer, residual: int):
+    def __init__(self, keys, values, indices, pads, quantizer: Quantizer, residual: int, total: int | None):
         self.quantizer, self.residual = quantizer, residual
         self.indices, self.unused = None, None
         self.entries = self.length = 0
         self.blocks: list[_Block] = []
         self.recent = DenseStorage(keys[:, :, :0], values[:, :, :0], None, None, residual)
         if indices is not None:
-            self.extend(Kept(keys, values, indices), first=0)
+            self.extend(Kept(keys, values, indices, total=total), first=0)
             return
         self.unused = None if pads is None else pads[:, None].expand(keys.shape[:3])
         self._add(keys, values, self.unused)
@@ -89,8 +90,10 @@ class QuantizedStorage(Storage):
     def extend(self, kept: Kept, first: int) -> None:
         indices = torch.cat([self.columns(first), kept.indices], dim=2)
         self._flush()
-        self._add(kept.keys, kept.values, _unused(kept.indices))
-        self.indices, self.unused = indices.to(torch.int32), _unused(indices)
+        unused = _unused(kept.indices, kept.total)
+        self._add(kept.keys, kept.values, unused, kept.total)
+        self.unused = None if unused is None and self.unused is None else indices < 0
+        self.indices = indices.to(torch.int32)
         self.entries = self.length = indices.shape[2]
 
     def forget(self, column: int, seen: int) -> None:
@@ -109,10 +112,11 @@ class QuantizedStorage(Storage):
         keys, values = self.recent.keys[:, :, :0], self.recent.values[:, :, :0]
         self.recent = DenseStorage(keys, values, None, None, self.residual)
 
-    def _add(self, keys: torch.Tensor, values: torch.Tensor, unused: torch.Tensor | None) -> None:
+    def _add(
+        self, keys: torch.Tensor, values: torch.Tensor, unused: torch.Tensor | None, total: int | None = None
+    ) -> None:
         rows = []
-        for row in range(keys.shape[0]):
-            used = slice(None) if unused is None else ~unused[row].flatten()
+        for row, used in enumerate([slice(None)] * len(keys) if unused is None else _used(unused, total)):
             row_keys, row_values = keys[row].flatten(0, 1)[used], values[row].flatten(0, 1)[used]
             rows.append((self.quantizer.quantize(row_keys.T), self.quantizer.quantize(row_values)))
         self.blocks.append(_Block(rows, unused, keys.shape[1], keys.shape[2]))
@@ -164,7 +168,17 @@ class QuantizedStorage(Storage):
         return [*super().tensors(), *(tensor for block in self.blocks for tensor in block.tensors())]
 
 
-def _unused(indices: torch.Tensor) -> torch.Tensor | None:
-    """Return which slots are unused, bool like `indices`; None if all are in use."""
+def _unused(indices: torch.Tensor, total: int | None) -> torch.Tensor | None:
+    """Return which slots are unused, bool like `indices`; None if all are in use. `total` are in use, if known."""
     unused = indices < 0
-    return unused if bool(unused.any()) else None
+    is_full = not bool(unused.any()) if total is None else total == indices.numel()
+    return None if is_full else unused
+
+
+def _used(unused: torch.Tensor, total: int | None) -> list[torch.Tensor]:
+    """Return the slots in use of each row, all heads' in order. Only of several rows the host waits for their counts,
+    and where `total` is unknown."""
+    is_known = total is not None and len(unused) == 1
+    counts = [total] if is_known else (~unused).sum((1, 2)).tolist()
+    order = unused.flatten(1).int().argsort(dim=1, stable=True)  # slots in use come first
+    return [slots[:count] for slots, count in zip(order, counts, strict=True)]

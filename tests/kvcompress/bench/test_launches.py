@@ -65,9 +65,9 @@ BUDGETS = {
 }
 if find_spec("optimum"):  # pip install -e .[quantized]
     BUDGETS |= {
-        # The first step creates a table of the blocks. Each layer waits for the used slots of uneven heads.
+        # The first step creates a table of the blocks.
         f"full{QUANTO}": Budget(step=1, eviction=2, in_flight=None),
-        f"adakv{QUANTO}": Budget(step=1, eviction=4, prefill_waits=1 + 4 * LAYERS, in_flight=None),
+        f"adakv{QUANTO}": Budget(step=1, eviction=4, in_flight=None),
     }
 
 

@@ -128,11 +128,25 @@ def filled(backend: str, bits: int, dtype: torch.dtype) -> QuantizedStorage:
 
     indices = torch.arange(90).expand(2, 2, -1).clone()
     indices[0, 1, :40] = indices[1, 0, :7] = -1
-    storage = QuantizedStorage(*states(90), indices, None, Quantizer(backend, bits, 16), 5)
+    storage = QuantizedStorage(*states(90), indices, None, Quantizer(backend, bits, 16), 5, None)
     storage.extend(Kept(*states(30), torch.arange(90, 120).expand(2, 2, -1)), 90)
     for _ in range(7):
         storage.append(*states(1))
     return storage
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("backend", PACKAGES)
+def test_the_same_is_stored_whether_or_not_the_host_knows_how_much(backend, rows):
+    states = torch.randn(2, rows, 2, 40, 16, generator=torch.Generator().manual_seed(0))
+    indices = torch.arange(40).expand(rows, 2, -1).clone()
+    indices[0, 1, :25] = indices[-1, 0, :7] = -1
+    found = []
+    for total in (None, int((indices >= 0).sum())):
+        storage = QuantizedStorage(*states, indices, None, Quantizer(backend, 4, 16), 5, total)
+        found.append((*storage.read(), storage.columns(40), storage.visible()))
+    for unknown, known in zip(*found, strict=True):
+        assert torch.equal(unknown, known)
 
 
 def check_step(storage: QuantizedStorage, dtype: torch.dtype) -> None:
