@@ -165,6 +165,15 @@ class Memory:
         new = kept.indices.shape[2] - known.shape[2]
         return replace(kept, sums=torch.nn.functional.pad(known, (0, new)))
 
+    def _without_room(self) -> Kept:
+        """Return `kept` to be stored again, with new room."""
+        kept, end = self.kept(), self.storage.filled
+        if end == kept.indices.shape[2]:
+            return kept
+        sums = None if kept.sums is None else kept.sums[:, :, :end]
+        keys, values, indices = (part[:, :, :end] for part in (kept.keys, kept.values, kept.indices))
+        return replace(kept, keys=keys, values=values, indices=indices, sums=sums)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, including spare room, index and what is kept for later evictions."""
@@ -204,7 +213,7 @@ class Memory:
             self._seen_when_stored = first + tokens.columns
             return
         if self.storage is not None:
-            kept = right_aligned(joined(self.kept(), kept))
+            kept = right_aligned(joined(self._without_room(), kept))
         self.replace_entries(kept, first + tokens.columns)
 
     def append_whole_prompt(
@@ -264,7 +273,7 @@ class Memory:
             self.storage.forget(seen - 1, seen)
             self._seen_when_stored = seen - 1
         else:
-            kept = self.kept()
+            kept = self._without_room()
             last = kept.indices == seen - 1
             self.replace_entries(right_aligned(replace(kept, indices=kept.indices.masked_fill(last, -1))), seen - 1)
         # The token that is fed again is stored in every head, whether the cluster had kept it or not.

@@ -13,6 +13,7 @@ from transformers import BatchFeature, PreTrainedModel, PreTrainedTokenizerBase
 import kvcompress
 from kvcompress import KVCompressError
 from kvcompress.bench.cost import launches_bind
+from kvcompress.cache.cache import CompressedCache
 from kvcompress.device import synchronise
 from kvcompress.hooks.model import text_decoder, unwrapped
 from kvcompress.hooks.prefix_cache import PrefixCache
@@ -250,13 +251,17 @@ class Answering:
         """
         with tower, prompt, self.session(room_for or kwargs["max_new_tokens"], prefixes) as session:
             tokens, measured = kvcompress.measure.generate(self.model, session, dict(inputs), **kwargs)
-            with self.clock.stopped():
-                kept = KeptSets.of(session.cache) if record_kept else None
+            kept = self._kept(session.cache) if record_kept else None
         if prompt.is_known and not tower.calls:  # a reused prefill skips the forward that calls the tower
             tower.calls = dict(tower.known)
         peaks = [measured.peak_memory_bytes - tower.held, *(call.peak_memory for call in tower.calls.values())]
         ttft_s = measured.ttft_s + tower.correction_s + prompt.correction_s
         return tokens, replace(measured, ttft_s=ttft_s, peak_memory_bytes=max(peaks)), kept
+
+    def _kept(self, cache: CompressedCache) -> KeptSets:
+        synchronise(self.model.device)
+        with self.clock.stopped():
+            return KeptSets.of(cache)
 
     @property
     def can_offload(self) -> bool:

@@ -84,6 +84,11 @@ class Storage(ABC):
         """Return the slots in use, [row][head], if the host knows them."""
         return None
 
+    @property
+    def filled(self) -> int:
+        """Number of slots up to that of the newest entry; those behind it are room."""
+        return self.length
+
     def kept(self, seen: int) -> Kept:
         """Return everything as one dense, right-aligned piece."""
         return Kept(*self.read(), self.columns(seen))

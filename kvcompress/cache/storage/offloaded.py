@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from ...device import on_device
-from ...scoring.layer_view import Kept
 from .base import Storage, lasting, with_appended
 from .dense import DenseStorage
 
@@ -92,6 +91,10 @@ class OffloadedStorage(Storage):
     @property
     def length(self) -> int:
         return self._moving.length + self._tail_length
+
+    @property
+    def filled(self) -> int:
+        return self._moving.filled + self._tail_length
 
     @property
     def is_whole(self) -> bool:
@@ -182,12 +185,6 @@ class OffloadedStorage(Storage):
         tail = self._tail_length
         columns = on_device(self.inner.columns(seen - tail), self.device)
         return with_appended(columns, tail, seen) if tail else columns
-
-    def kept(self, seen: int) -> Kept:
-        if not self._inner.has_fixed_shapes:
-            return super().kept(seen)
-        here = self.inner.kept(seen)
-        return Kept(*(part.to(self.device) for part in (here.keys, here.values, here.indices)))
 
     def fork(self) -> "OffloadedStorage":
         twin = super().fork()

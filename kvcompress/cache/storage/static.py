@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from ...errors import KVCompressError
 from ...kernels.ragged_decode import has_triton
 from ...kernels.static_decode import static_decode
-from ...scoring.layer_view import Kept
 from .base import Storage, lasting, roomy, rows_of
 
 
@@ -66,6 +65,10 @@ class StaticStorage(Storage):
     def length(self) -> int:
         return self.capacity
 
+    @property
+    def filled(self) -> int:
+        return self.entries + int(self.appended)
+
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         new = keys.shape[2]
         if not torch.compiler.is_compiling():
@@ -116,11 +119,6 @@ class StaticStorage(Storage):
         columns[..., : self.entries] = self.slots[: self.entries] if self.indices is None else self.indices.long()
         columns[..., self.entries : end] = torch.arange(seen - (end - self.entries), seen, device=self.keys.device)
         return columns.masked_fill(~self.visible(), -1)
-
-    def kept(self, seen: int) -> Kept:
-        """As `Storage.kept`, without the room: what is stored next gets its own."""
-        end = self.entries + int(self.appended)
-        return Kept(*(part[:, :, :end] for part in (*self.read(), self.columns(seen))))
 
     def select(self, rows: torch.Tensor) -> None:
         self.keys, self.values, self.unused = self.keys[rows], self.values[rows], self.unused[rows]

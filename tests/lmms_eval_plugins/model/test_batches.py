@@ -11,7 +11,7 @@ import torch
 
 from kvcompress import KVCompressError, measure
 from kvcompress.hooks import shared_prompt
-from lmms_eval_plugins.model import answering, vision_tower
+from lmms_eval_plugins.model import answering, stopwatch, vision_tower
 from lmms_eval_plugins.model.arguments import CACHE_GB, LOOK_AHEAD, ModelArguments
 from lmms_eval_plugins.model.batches import Batch, BatchStore, ahead
 from lmms_eval_plugins.model.lm import KVCompressLM
@@ -322,7 +322,7 @@ def test_every_time_is_taken_when_the_device_is_done(checkpoint, docs):
     with synchronised_reads(measure, vision_tower, answering) as reads:
         grid(lm, docs)
     places = {read.rpartition(":")[0] for read in reads}
-    modules = (measure, shared_prompt, vision_tower, answering)
+    modules = (measure, shared_prompt, vision_tower, stopwatch)
     assert places == {module.__name__ for module in modules}
 
 
