@@ -139,7 +139,8 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
     types |= {"packed_keys": "*u8", "packed_values": "*u8"}
     fixed = {"DIM": head_dim, "BLOCK_DIM": block_dim, "CHUNK": chunk}
     tile = {"BLOCK_ROWS": turboquant_triton.BLOCK_ROWS}
-    yield Kernel(f"_rotate, {name}", turboquant_triton._rotate, types, fixed | tile, {})
+    warps = {"num_warps": turboquant_triton.warps_of(head_dim)}
+    yield Kernel(f"_rotate, {name}", turboquant_triton._rotate, types, fixed | tile, warps)
     yield Kernel(f"_combine_back, {name}", turboquant_triton._combine_back, types, fixed | {"SPLITS": 32}, {})
     fixed = {"KEY_DIM": head_dim, "VALUE_DIM": head_dim, "BLOCK_KEY_DIM": block_dim, "BLOCK_VALUE_DIM": block_dim}
     for bits in (2, 3, 4):

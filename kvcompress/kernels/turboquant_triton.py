@@ -60,6 +60,7 @@ def rotate_triton(vectors: torch.Tensor, codec: TurboQuant) -> torch.Tensor:
             BLOCK_DIM=block_of(codec.dim),
             BLOCK_ROWS=BLOCK_ROWS,
             CHUNK=CHUNK,
+            num_warps=warps_of(codec.dim),
         )
     return rotated
 
@@ -81,6 +82,11 @@ def combine_back_triton(
             BLOCK_DIM=block_of(dim),
             CHUNK=CHUNK,
         )
+
+
+def warps_of(dim: int) -> int:
+    """Return the warps that rotate vectors without a spilled register (`python -m benchmarks.gpu.offline`)."""
+    return 4 if block_of(dim) < 256 else 8
 
 
 def block_of(dim: int) -> int:

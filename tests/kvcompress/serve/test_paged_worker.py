@@ -90,7 +90,7 @@ def test_an_answer_ends_before_a_stop_string_and_frees_its_pages(long, monkeypat
         choice = client.post(CHAT, json=body(max_tokens=60, stop=stop)).json()["choices"][0]
         assert choice["message"]["content"] == whole[: whole.index(stop)]
         assert choice["finish_reason"] == "stop"
-        assert ended == ["2"]
+        assert {*ended} == {"2"}  # again for tokens that were under way
         until(lambda: server.worker.kv_bytes == 0)
 
 

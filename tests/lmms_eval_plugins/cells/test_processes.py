@@ -64,7 +64,8 @@ def test_a_rank_that_fails_is_heard_and_ends_the_others(started, capfd):
     assert [process.returncode for process in started] == [-signal.SIGTERM, 1, -signal.SIGTERM]
 
 
-def test_of_ranks_that_fail_together_the_first_is_heard(started, capfd):
+def test_of_ranks_that_fail_together_the_first_is_heard(started, capfd, monkeypatch):
+    monkeypatch.setattr(processes, "GRACE_S", 3)  # the first may start later on a busy machine
     assert processes.run_ranks(2, ["both"]) == 2
     assert "it broke" not in capfd.readouterr().err
 
