@@ -209,7 +209,8 @@ def check(config: dict[str, Any]) -> None:
     exact = config["options"].get("cache_implementation") != "quantized"
 
     options = config["options"] | calibration_of(scored_by(config), model)
-    merges = make_policy(config["method"], **options).chosen("merge") != "none"
+    policy = make_policy(config["method"], **options)
+    merges = policy.chosen("merge") != "none"
     if config["options"].get("scope") == "context-first":
         prefixes = kvcompress.PrefixCache(gb=1)
         for _ in range(2):  # the second time, what is kept of the contexts is known
@@ -223,8 +224,9 @@ def check(config: dict[str, Any]) -> None:
     # Equal tokens have equal key norms (knorm, cur) and, in the first layer, values (infinipot-v, vnorm; defensivekv,
     # which lifts the risks of many keys to the same one) and keys before RoPE (leverage); two keys are equally like
     # their mean (keydiff, compactor): in a batch rounding may decide otherwise. So may it among the two keys of a first
-    # chunk, whose standardised scores are 1 and -1 (triattention).
-    tied = TIED | {"defensivekv"} | ({"triattention"} if "prefill_chunk" in options else set())
+    # chunk or of a decode budget of one, whose standardised scores are 1 and -1 (triattention).
+    has_pairs = "prefill_chunk" in options or (policy.decode is not None and policy.decode(min(config["lengths"])) < 2)
+    tied = TIED | {"defensivekv"} | ({"triattention"} if has_pairs else set())
     if tied & {config["method"], config["options"].get("scorer")} or not exact:
         return
     for row, length in enumerate(inputs["attention_mask"].sum(1).tolist()):
