@@ -74,9 +74,8 @@ def train(run: Run, options: Options) -> str:
         raise KVCompressError("in float16 gradients vanish: give --dtype bfloat16 or float32")
     config, decoder = unwrapped(run.model).config, run.decoder
     prompts = Passkeys(run, options)
-    if (
-        longest := len(prompts.of(max(range(min(LENGTHS, options.steps)), key=prompts.length))[0])
-    ) <= options.sinks + options.recent:
+    longest = len(prompts.of(max(range(min(LENGTHS, options.steps)), key=prompts.length))[0])
+    if longest <= options.sinks + options.recent:
         raise KVCompressError(
             f"no prompt has more than sinks + recent = {options.sinks + options.recent} tokens, the longest has "
             f"{longest}: give a longer text, or smaller sinks= and recent="
@@ -85,9 +84,8 @@ def train(run: Run, options: Options) -> str:
     places = [layer.layer_idx for layer in CompressedCache(config).compressed_layers]
     model = files.ModelIdentity.of(config, len(places))
     gates = [torch.ones(model.kv_heads, device=run.model.device, requires_grad=True) for _ in places]
-    mixed = MixedAttention(
-        with_readers(run.config, dict(zip(places, gates, strict=True))), options.sinks, options.recent
-    )
+    of_layers = with_readers(run.config, dict(zip(places, gates, strict=True)))
+    mixed = MixedAttention(of_layers, options.sinks, options.recent)
 
     def loss_of(step: int) -> torch.Tensor:
         ids, answers = prompts.of(step)

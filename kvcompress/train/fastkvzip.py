@@ -60,14 +60,9 @@ def train(run: Run, options: Options) -> str:
     read = partial(kvzip, run.decoder, before, asked, after)
 
     def fed(tokens: int) -> int:
-        return (
-            len(before)
-            + tokens
-            + len(asked[tokens > CHUNK])
-            + FROM * (tokens > CHUNK)
-            + len(after)
-            + min(tokens, CHUNK)
-        )
+        is_cut = tokens > CHUNK
+        again = len(asked[is_cut]) + FROM * is_cut + len(after) + min(tokens, CHUNK)
+        return len(before) + tokens + again
 
     samples, learned, checked = gather(run, read, fed, options.pieces, options.length, options.tokens, HELD_OUT)
     fitted = fit(run, options, samples, learned)

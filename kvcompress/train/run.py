@@ -63,11 +63,9 @@ class Run:
 
     def warn_beyond(self, tokens: int, option: str) -> None:
         """Warn if a model is to read more tokens at once than it was made for: all that is learned would be noise."""
-        most, rotary = (
-            getattr(self.config, "max_position_embeddings", None),
-            getattr(self.config, "rope_parameters", None),
-        )
-        is_stretched = "'factor'" in repr(rotary)  # the limit may be that before stretching
+        most = getattr(self.config, "max_position_embeddings", None)
+        # The limit may be that before stretching.
+        is_stretched = "'factor'" in repr(getattr(self.config, "rope_parameters", None))
         if isinstance(most, int) and tokens > most and not is_stretched:
             print(
                 f"warning: the model was made for {most} tokens and will read {tokens} at once: a smaller {option}= is "
