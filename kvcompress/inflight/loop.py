@@ -203,8 +203,7 @@ class InFlight:
         except torch.OutOfMemoryError as error:
             if not self._handled:
                 raise
-            is_out_of_memory = True
-            answer = current.failed(torch.OutOfMemoryError(str(error)))
+            is_out_of_memory, text = True, str(error)
         except Exception as error:
             answer = current.failed(error)
         self._prefilling = None
@@ -212,9 +211,7 @@ class InFlight:
         if is_out_of_memory and self._make_room():
             self._again.appendleft((current.index, current.request))
             return
-        if is_out_of_memory:
-            self._most = self._limits.slots  # they were halved for this request, which no number of slots can answer
-        yield answer
+        yield self._give_up(current, text) if is_out_of_memory else answer
 
     def _admit(self) -> Iterator[Answer]:
         """Move the waiting request into a slot of its size, if there is one.
@@ -253,7 +250,7 @@ class InFlight:
         self._start_over(max(slots // 2, 1))
         if slots == 1:
             self._again.popleft()
-            yield running.failed(torch.OutOfMemoryError("not enough memory for this request alone"))
+            yield self._give_up(running)
 
     def _slots_of(self, sizes: list[int]) -> int:
         """Return how many slots of this size are allowed."""
@@ -346,7 +343,13 @@ class InFlight:
         if not self._make_room():
             ((slot, running),) = self._running.items()
             self._free(slot)
-            yield running.failed(torch.OutOfMemoryError("not enough memory for this request alone"))
+            yield self._give_up(running)
+
+    def _give_up(self, running: RequestState, text: str = "not enough memory for this request alone") -> Answer:
+        """Return the answer of a request that no number of slots could make: they were halved for it alone, and the
+        others get back as many as there were."""
+        self._most = self._limits.slots
+        return running.failed(torch.OutOfMemoryError(text))
 
     def _make_room(self) -> bool:
         """Halve the slots; return False if there is nothing left to give up.

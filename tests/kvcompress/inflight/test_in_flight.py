@@ -438,6 +438,17 @@ def test_a_slot_that_memory_does_not_hold_alone_ends_its_request_with_that_error
     assert [type(answer.error) for answer in found] == [torch.OutOfMemoryError] * len(requests)
 
 
+def test_a_slot_that_memory_never_held_leaves_the_others_as_many_as_there_were(monkeypatch):
+    model, requests = requests_of("qwen2")
+    target, memory = "kvcompress.inflight.layer.SlotLayer.fill", OutOfMemory(1, 2, 3)  # in 4 slots, in 2, and alone
+    monkeypatch.setattr(target, memory.failing(pkgutil.resolve_name(target)))
+    with kvcompress.compress(model, "snapkv", 0.3) as session:
+        run = session.generate_many(requests, slots=4, max_new_tokens=6, do_sample=False)
+        found = sorted(run, key=lambda answer: answer.index)
+    assert [type(answer.error) for answer in found if answer.error] == [torch.OutOfMemoryError]
+    assert run.slots == 4
+
+
 def test_a_request_alone_that_memory_does_not_hold_ends_with_that_error(monkeypatch):
     model, requests = requests_of("qwen2")
     original = request_state.prepare
