@@ -63,6 +63,7 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
     from kvcompress.kernels import (
         adaptive_triton,
         column_sums_triton,
+        fp8_triton,
         grouped_triton,
         likeness_triton,
         ragged_decode_triton,
@@ -100,7 +101,7 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
         exact = {name: value for name, value in fixed.items() if name in function.arg_names}
         yield Kernel(f"{function.__name__}, {name}", function, types, exact, options, of_keys)
 
-    for bits, appends in ((0, False), (0, True), (2, False), (3, False), (4, False)):
+    for bits, appends in ((0, False), (0, True), (2, False), (3, False), (4, False), (8, False)):
         blocks = ragged_decode_triton.blocks_of(head_dim, head_dim, dtype, bool(bits))
         options = {"num_stages": blocks.pop("num_stages")}
         stored, book = ("*u8", "*fp32") if bits else (pointer, pointer)
@@ -136,13 +137,16 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
         ("rotation", "key_rotation", "value_rotation", "key_boundaries", "value_boundaries"), "*fp32"
     )
     types |= {"partial": "*fp32", "maxima": "*fp32", "sums": "*fp32", "ends": "*i64", "count": "i32", "new": "i32"}
-    types |= {"packed_keys": "*u8", "packed_values": "*u8"}
+    types |= {"packed_keys": "*u8", "packed_values": "*u8", "first": "i32"}
+    types |= {"key_scale": "*fp32", "value_scale": "*fp32"}
     fixed = {"DIM": head_dim, "BLOCK_DIM": block_dim, "CHUNK": chunk}
     tile = {"BLOCK_ROWS": turboquant_triton.BLOCK_ROWS}
     warps = {"num_warps": turboquant_triton.warps_of(head_dim)}
     yield Kernel(f"_rotate, {name}", turboquant_triton._rotate, types, fixed | tile, warps)
     yield Kernel(f"_combine_back, {name}", turboquant_triton._combine_back, types, fixed | {"SPLITS": 32}, {})
     fixed = {"KEY_DIM": head_dim, "VALUE_DIM": head_dim, "BLOCK_KEY_DIM": block_dim, "BLOCK_VALUE_DIM": block_dim}
+    exact = fixed | {"BLOCK_ROWS": fp8_triton.BLOCK_ROWS}
+    yield Kernel(f"_pack_fp8, {name}", fp8_triton._pack_fp8, types, exact, {})
     for bits in (2, 3, 4):
         exact = fixed | tile | {"CHUNK": chunk, "BITS": bits}
         yield Kernel(f"_pack, {name}, {bits} bits", turboquant_triton._pack, types, exact, {})

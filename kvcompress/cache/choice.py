@@ -10,7 +10,7 @@ from ..device import on_device
 from ..errors import KVCompressError
 from ..policy.policy import Policy
 from ..scoring.budget import allocated
-from ..scoring.layer_view import Kept, LayerView, Settings, StoredEntries
+from ..scoring.layer_view import Kept, LayerView, Settings, StoredEntries, all_slots
 from ..scoring.returned import check_kept, check_measured, checked_rows, unchanged
 from ..scoring.rotary import Rotary
 from ..scoring.rows import scores_of
@@ -172,27 +172,27 @@ class Choice:
         return self._counted(candidates, kept, view)
 
     def _counted(self, candidates: Candidates, kept: Kept, view: LayerView) -> Kept:
-        """Return `kept` with the prompt's columns, and with `Kept.total` if it follows from the budgets of `view`."""
+        """Return `kept` with the prompt's columns, and with `Kept.totals` if they follow from the budgets of `view`."""
         kept = candidates.in_prompt(kept)
         if candidates.question is not None:
             return kept
         if fills_all_slots(view):
-            return replace(kept, total=kept.indices.numel())
+            return replace(kept, totals=all_slots(kept.indices))
         held = [[length] * kept.indices.shape[1] for length in view.lengths]
-        return replace(kept, total=self._total(view.budgets, held))
+        return replace(kept, totals=self._totals(view.budgets, held))
 
-    def _total(self, budgets: list[float], held: list[list[int]]) -> int | None:
-        """Return the number of entries kept of `held`, [row][head], under each row's budget.
+    def _totals(self, budgets: list[float], held: list[list[int]]) -> list[int] | None:
+        """Return the number of entries that each row keeps of `held`, [row][head], under its budget.
 
         None for a method that overrides the selection, which may keep fewer."""
         if self._overrides_selection:
             return None
         if self.policy.head_budget in ADAPTIVE:
-            return sum(min(round(budget * len(row)), sum(row)) for budget, row in zip(budgets, held, strict=True))
-        return sum(map(sum, self._left(budgets, held)))
+            return [min(round(budget * len(row)), sum(row)) for budget, row in zip(budgets, held, strict=True)]
+        return [sum(row) for row in self._left(budgets, held)]
 
     def _left(self, budgets: list[float], held: list[list[int]]) -> list[list[int]] | None:
-        """Like `_total`, for each head; None for adaptive heads."""
+        """Like `_totals`, for each head; None for adaptive heads."""
         if self._overrides_selection or self.policy.head_budget in ADAPTIVE:
             return None
         return [[min(budget, of_head) for of_head in row] for budget, row in zip(budgets, held, strict=True)]
@@ -280,16 +280,16 @@ class Choice:
             voters = self.voters(voters)  # of a chunk, statistics of unrotated queries are of all, as in a first chunk
         result = self._chosen(voters, kept.keys, kept.values, view)
         if fills_all_slots(view):
-            return replace(result, indices=kept.indices.gather(2, result.indices), total=result.indices.numel())
+            return replace(result, indices=kept.indices.gather(2, result.indices), totals=all_slots(result.indices))
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill_(result.indices < 0, -1)
-        return replace(result, indices=columns, total=self._total(budgets, held), held=self._left(budgets, held))
+        return replace(result, indices=columns, totals=self._totals(budgets, held), held=self._left(budgets, held))
 
     def _all_of(self, kept: Kept, view: LayerView) -> Kept:
         """Return the result of a choice among stored entries that keeps all of them."""
         if view.stored.reading:  # for decoding, even if the last chunk evicts nothing
             kept = replace(kept, noted=self._note_of_all(kept.keys, kept.values, view))
         sums = None if kept.sums is None else self.policy.cluster.carried(kept.sums, view)
-        return replace(kept, sums=sums, total=kept.indices.numel() if view.padding is None else None)
+        return replace(kept, sums=sums, totals=all_slots(kept.indices) if view.padding is None else None)
 
     def decode_budget(self, length: int, log: SequenceLog) -> int:
         """Return the entries per KV head that this layer keeps of `length` tokens while decoding, after the one row's

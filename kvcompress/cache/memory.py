@@ -241,7 +241,7 @@ class Memory:
     def replace_entries(self, kept: Kept, seen: int) -> None:
         """Replace the stored entries; `seen` is the number of tokens so far. Slots that no row and head uses are
         dropped."""
-        self._store(kept.keys, kept.values, kept.indices, None, kept.total)
+        self._store(kept.keys, kept.values, kept.indices, None, kept.totals)
         self.sums = None if kept.sums is None else kept.sums[..., kept.indices.shape[2] - self.stored :]
         self._seen_when_stored = seen
 
@@ -311,13 +311,13 @@ class Memory:
         vars(memory).update(state)
         return memory
 
-    def _store(self, keys, values, indices, pads, total: int | None = None) -> None:
+    def _store(self, keys, values, indices, pads, totals: list[int] | None = None) -> None:
         """Create a new storage. Arguments as in storage/new.py; `indices` is None for a cache that keeps everything,
         which may hold pads."""
         evicts = self._policy.decode is not None
         room = self._policy.decode_interval if evicts else self._room
         channels = self._channels(keys, indices, pads)
-        self.storage = new_storage(self._policy.engine, keys, values, indices, pads, room, total, channels)
+        self.storage = new_storage(self._policy.engine, keys, values, indices, pads, room, totals, channels)
 
     def _channels(self, keys, indices, pads) -> torch.Tensor | None:
         """Return the channels that keys have, or None for all. They are chosen when the first entries are stored."""

@@ -15,7 +15,7 @@ import torch
 
 from ..device import on_device
 from ..errors import KVCompressError
-from ..scoring.layer_view import Kept
+from ..scoring.layer_view import Kept, all_slots
 from ..scoring.rereading import received
 from ..scoring.windows import pad_columns
 from .choice import Choice
@@ -164,8 +164,8 @@ class Prefill(Phase):
         choice, memory, tokens = self.choice, self.memory, self.tokens
         if tokens.source is not None:  # a token method has chosen: everything that arrives is stored
             columns = tokens.source[:, None].expand(states.keys.shape[:3]).to(states.keys.device)
-            total = columns.numel() if tokens.padding is None else None
-            memory.append_prompt(tokens, Kept(states.keys, states.values, columns, total=total))
+            totals = all_slots(columns) if tokens.padding is None else None
+            memory.append_prompt(tokens, Kept(states.keys, states.values, columns, totals=totals))
             return self.then
         if choice.policy.moves_keys:
             memory.rotary = choice.rotary_to_move(states.rotary, self.first)

@@ -1,6 +1,10 @@
-"""Numbers as 8-bit floats under one scale per tensor, bit for bit as in transformers' `Fp8QuantizedLayer`."""
+"""Numbers as 8-bit floats under one scale per tensor, bit for bit as in transformers' `Fp8QuantizedLayer`.
+
+On CUDA with Triton one kernel writes a token, and one attends to entries where they lie."""
 
 import torch
+
+from .ragged_decode import has_triton
 
 BITS = (8,)
 FORMAT = torch.float8_e4m3fn
@@ -21,3 +25,46 @@ def pack(states: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def unpack(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the numbers of the bytes, in `dtype`."""
     return (packed.view(FORMAT).float() * scale).to(dtype)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether entries are attended to where they lie."""
+    return device.type == "cuda" and has_triton()
+
+
+def pack_behind(
+    packed_keys: torch.Tensor,
+    packed_values: torch.Tensor,
+    ends: torch.Tensor,
+    first: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Pack vectors (batch, kv_heads, new, dim) into `packed_keys` and `packed_values`, contiguous uint8 (rows, dim), on
+    a device that `has_kernels`: those of each segment from the row on that `ends`, LongTensor (batch * kv_heads,), and
+    `first` add up to."""
+    from .fp8_triton import pack_behind_triton
+
+    pack_behind_triton(packed_keys, packed_values, ends, first, keys, values, scales)
+
+
+def fp8_decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    longest: int,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    scaling: float,
+    appended: int,
+) -> torch.Tensor:
+    """Attention of one token over packed segments, on a device that `has_kernels`.
+
+    Args: as in ragged_decode.py, keys and values uint8 (rows, head_dim)."""
+    from .ragged_decode_triton import ragged_decode_triton
+
+    return ragged_decode_triton(
+        query, keys, values, starts, lengths, longest, scaling, scales=scales, appended=appended
+    )

@@ -24,9 +24,9 @@ def pack(keys: torch.Tensor, values: torch.Tensor, codecs: Codecs) -> tuple[torc
         return codecs[0].pack(keys), codecs[1].pack(values)
     parts = zip((keys, values), codecs, strict=True)
     packed = tuple(keys.new_empty(*part.shape[:-1], codec.nbytes, dtype=torch.uint8) for part, codec in parts)
-    begin = torch.zeros(1, dtype=torch.long, device=keys.device)
+    ends = torch.zeros(1, dtype=torch.long, device=keys.device)
     flat = (part.reshape(1, 1, -1, part.shape[-1]) for part in (keys, values))
-    pack_behind(*(part.flatten(0, -2) for part in packed), begin, *flat, codecs)
+    pack_behind(*(part.flatten(0, -2) for part in packed), ends, 0, *flat, codecs)
     return packed
 
 
@@ -34,21 +34,23 @@ def pack_behind(
     packed_keys: torch.Tensor,
     packed_values: torch.Tensor,
     ends: torch.Tensor,
+    first: int,
     keys: torch.Tensor,
     values: torch.Tensor,
     codecs: Codecs,
 ) -> None:
     """Write vectors (batch, kv_heads, new, dim) into `packed_keys` and `packed_values`, contiguous uint8 (rows,
-    nbytes): those of each segment from the row on that `ends` names, LongTensor (batch * kv_heads,)."""
+    nbytes): those of each segment from the row on that `ends`, LongTensor (batch * kv_heads,), and `first` add up
+    to."""
     if has_kernels(keys.device):
         if keys.device.type == "cpu":
-            turboquant_cpu.pack_behind(packed_keys, packed_values, ends, keys, values, codecs)
+            turboquant_cpu.pack_behind(packed_keys, packed_values, ends + first, keys, values, codecs)
         else:
             from .turboquant_triton import pack_behind_triton
 
-            pack_behind_triton(packed_keys, packed_values, ends, keys, values, codecs)
+            pack_behind_triton(packed_keys, packed_values, ends, first, keys, values, codecs)
         return
-    new = torch.arange(keys.shape[2], device=ends.device)
+    new = torch.arange(first, first + keys.shape[2], device=ends.device)
     rows = (ends[:, None] + new).flatten()
     for packed, part, codec in zip((packed_keys, packed_values), (keys, values), codecs, strict=True):
         packed.index_copy_(0, rows, codec.pack(part).flatten(0, 2))

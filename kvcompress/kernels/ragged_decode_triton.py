@@ -1,4 +1,5 @@
-"""The Triton kernel of ragged decoding, over numbers or packed vectors. Import it only where triton is installed.
+"""The Triton kernel of ragged decoding, over numbers, 8-bit floats or packed vectors. Import it only where triton is
+installed.
 
 Each segment is split over its keys (flash-decoding, https://pytorch.org/blog/flash-decoding/): a program attends with
 the query heads of one KV head over one part of one segment and leaves its unnormalised output, maximum and sum; a
@@ -31,6 +32,7 @@ def ragged_decode_triton(
     scaling: float,
     splits: int | None = None,
     codecs: tuple[TurboQuant, TurboQuant] | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     new: tuple[torch.Tensor, torch.Tensor] | None = None,
     appended: torch.Tensor | int = 0,
 ) -> torch.Tensor:
@@ -40,6 +42,7 @@ def ragged_decode_triton(
         longest: the longest segment, in rows.
         splits: parts of each segment, a power of 2; None for as many as fill the device.
         codecs: of keys and values, where these are packed, uint8 (rows, nbytes): they are unpacked on the way.
+        scales: of keys and values, where these are 8-bit floats, uint8 (rows, head_dim): see fp8.py.
         new: keys and values of a token, written on the way as the last entry of each segment; not packed.
         appended: entries of every segment behind its `lengths`, the new one included; LongTensor (1,) if only the
             device knows.
@@ -50,14 +53,15 @@ def ragged_decode_triton(
         query = rotate_triton(query, codecs[0])
     segments, (key_dim, value_dim) = starts.numel(), dims
     groups = query.shape[1] // starts.shape[1]
-    blocks = blocks_of(*dims, query.dtype, codecs is not None)
+    bits = codecs[0].bits if codecs else 8 if scales else 0
+    blocks = blocks_of(*dims, query.dtype, bool(bits))
     splits = splits or splits_of(segments, triton.cdiv(longest, blocks["BLOCK_KEYS"]), query.device)
     query = query.contiguous()
     output = query.new_empty(*query.shape[:3], value_dim)
     partial = torch.empty(segments * groups, splits, value_dim, device=query.device, dtype=torch.float32)
     maxima = torch.empty(segments * groups, splits, device=query.device, dtype=torch.float32)
     sums = torch.empty_like(maxima)
-    codebooks = (query, query) if codecs is None else (codec.codebook for codec in codecs)  # not read without bits
+    codebooks = scales or (query, query) if codecs is None else (codec.codebook for codec in codecs)  # read with bits
     token = (query, query) if new is None else (part.contiguous() for part in new)  # not read without a token
     is_counted = isinstance(appended, torch.Tensor)
     with torch.cuda.device_of(query):  # triton launches on the current device
@@ -75,7 +79,7 @@ def ragged_decode_triton(
             maxima,
             sums,
             scaling,
-            BITS=0 if codecs is None else codecs[0].bits,
+            BITS=bits,
             APPENDS=new is not None,
             COUNTED=is_counted,
             GROUPS=groups,
@@ -117,9 +121,15 @@ def splits_of(segments: int, blocks: int, device: torch.device) -> int:
 @triton.jit
 def _vectors(stored, codebook, at, dim, is_entry, is_dim, BITS: tl.constexpr, DIM: tl.constexpr):
     """The numbers `dim` of the rows `at`, of which one is a column and the other a row; unpacked where there are bits
-    (turboquant.py has the layout)."""
+    (turboquant.py has the layout), or scaled where there are 8 (fp8.py)."""
     if BITS == 0:
         vectors = tl.load(stored + at * DIM + dim, mask=is_entry & is_dim, other=0.0)
+    elif BITS == 8:
+        byte = tl.load(stored + at * DIM + dim, mask=is_entry & is_dim, other=0).to(tl.int32)
+        # As the bits of a half, whose exponent has 8 more of bias. Bits, since not every device has these floats.
+        half = ((byte & 128) << 8 | (byte & 127) << 7).to(tl.int16).to(tl.float16, bitcast=True)
+        number = tl.where((byte & 127) == 127, float("nan"), half.to(tl.float32) * 256)
+        vectors = number * tl.load(codebook)
     else:
         eights: tl.constexpr = (DIM + 7) // 8
         width: tl.constexpr = 2 if BITS == 3 else BITS  # of the first string of bits
@@ -152,7 +162,7 @@ def _attend(
     query,  # (segments * GROUPS, KEY_DIM)
     keys,  # (rows, KEY_DIM), or packed
     values,  # (rows, VALUE_DIM), or packed
-    key_codebook,  # (2 ** BITS,)
+    key_codebook,  # (2 ** BITS,); with 8 bits a scale, (1,)
     value_codebook,
     new_keys,  # (segments, KEY_DIM), which are written behind the segments
     new_values,  # (segments, VALUE_DIM)

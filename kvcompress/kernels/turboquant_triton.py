@@ -17,6 +17,7 @@ def pack_behind_triton(
     packed_keys: torch.Tensor,
     packed_values: torch.Tensor,
     ends: torch.Tensor,
+    first: int,
     keys: torch.Tensor,
     values: torch.Tensor,
     codecs: tuple[TurboQuant, TurboQuant],
@@ -31,6 +32,7 @@ def pack_behind_triton(
             *(codec.rotation for codec in codecs),
             *(codec.boundaries for codec in codecs),
             ends.contiguous(),
+            first,
             packed_keys,
             packed_values,
             count,
@@ -142,6 +144,7 @@ def _pack_rows(
     rotation,
     boundaries,
     ends,
+    first,
     packed,
     count,
     new,
@@ -166,7 +169,7 @@ def _pack_rows(
     codes = tl.reshape(codes, (BLOCK_ROWS, BLOCK_DIM // 8, 8))
     place, eight = tl.arange(0, 8)[None, None, :], tl.arange(0, BLOCK_DIM // 8)
     is_stored = is_row[:, None] & (eight < EIGHTS)
-    at = tl.load(ends + row // new, mask=is_row, other=0) + row % new
+    at = tl.load(ends + row // new, mask=is_row, other=0) + first + row % new
     to = packed + at[:, None] * (BITS * EIGHTS + 2)
     string = tl.sum((codes & (2**WIDTH - 1)) << (place * WIDTH), 2)
     for byte in tl.static_range(WIDTH):
@@ -179,7 +182,7 @@ def _pack_rows(
     tl.store(to + BITS * EIGHTS + byte, (half[:, None] >> (8 * byte) & 255).to(tl.uint8), mask=is_row[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _pack(
     keys,  # (count, KEY_DIM)
     values,  # (count, VALUE_DIM)
@@ -188,6 +191,7 @@ def _pack(
     key_boundaries,  # (2 ** BITS - 1,)
     value_boundaries,
     ends,  # (count / new,)
+    first,  # the first row behind each of `ends`
     packed_keys,  # out: rows of bytes
     packed_values,  # out
     count,
@@ -202,13 +206,13 @@ def _pack(
 ):
     if tl.program_id(1) == 0:
         _pack_rows(
-            keys, key_rotation, key_boundaries, ends, packed_keys, count, new, BITS, KEY_DIM, BLOCK_KEY_DIM, BLOCK_ROWS,
-            CHUNK,
+            keys, key_rotation, key_boundaries, ends, first, packed_keys, count, new, BITS, KEY_DIM, BLOCK_KEY_DIM,
+            BLOCK_ROWS, CHUNK,
         )  # fmt: skip
     else:
         _pack_rows(
-            values, value_rotation, value_boundaries, ends, packed_values, count, new, BITS, VALUE_DIM, BLOCK_VALUE_DIM,
-            BLOCK_ROWS, CHUNK,
+            values, value_rotation, value_boundaries, ends, first, packed_values, count, new, BITS, VALUE_DIM,
+            BLOCK_VALUE_DIM, BLOCK_ROWS, CHUNK,
         )  # fmt: skip
 
 

@@ -272,7 +272,7 @@ class Kept:
         merge_threshold: (batch, kv_heads), the cosine from which evicted entries were merged, if merging has a
             threshold.
         noted: (batch, ...), what the cluster wants to know of this choice at the next eviction.
-        total, held: slots in use over all rows and heads, and those of each, `[row][head]`, if the host knows.
+        totals, held: slots in use of each row over its heads, and of each head, `[row][head]`, if the host knows.
     """
 
     keys: torch.Tensor
@@ -281,13 +281,18 @@ class Kept:
     sums: torch.Tensor | None = None
     merge_threshold: torch.Tensor | None = None
     noted: torch.Tensor | None = None
-    total: int | None = None
+    totals: list[int] | None = None
     held: list[list[int]] | None = None
 
     @property
     def fills_all_slots(self) -> bool:
         """Whether the host knows that no slot is unused."""
-        return self.total == self.indices.numel()
+        return self.totals == all_slots(self.indices)
+
+
+def all_slots(indices: torch.Tensor) -> list[int]:
+    """Return `Kept.totals` where no slot is unused."""
+    return [indices[0].numel()] * len(indices)
 
 
 def gather(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, sums: torch.Tensor | None = None) -> Kept:

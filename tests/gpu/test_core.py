@@ -133,7 +133,7 @@ def test_ragged_entries_are_as_on_the_cpu_whatever_is_done_with_them(device, see
     indices = slots.masked_fill(slots < most - counts[..., None], -1)
     stored = []
     for where in ("cpu", device):
-        kept = Kept(keys.to(where), values.to(where), indices.to(where), total=int(counts.sum()))
+        kept = Kept(keys.to(where), values.to(where), indices.to(where), totals=counts.sum(1).tolist())
         stored.append(RaggedStorage(kept, counts.to(where), counts.flatten().tolist(), room=2))
     for change in draw.choices(["append", "append two", "fork", "select", "save", "read", "decode"], k=25):
         batch, length = stored[0].starts.shape[0], stored[0].length

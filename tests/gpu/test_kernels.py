@@ -13,6 +13,8 @@ from tests.support.grouped_cases import check_grouped_triton
 from tests.support.kernel_cases import SHAPES, check_adaptive, check_column_sums, check_likeness, prompt_case
 from tests.support.ragged_cases import (
     TOLERANCE,
+    check_fp8_pack_triton,
+    check_fp8_triton,
     check_layout_triton,
     check_static,
     check_static_triton,
@@ -65,6 +67,18 @@ def test_triton_lays_entries_out_as_pytorch_does(cuda, dtype):
 def test_triton_decodes_packed_entries_as_the_reference(cuda, dtype):
     pytest.importorskip("triton")
     check_turboquant_triton(dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_decodes_8_bit_floats_as_the_reference(cuda, dtype):
+    pytest.importorskip("triton")
+    check_fp8_triton(dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_packs_tokens_as_8_bit_floats_as_pytorch_does(cuda, dtype):
+    pytest.importorskip("triton")
+    check_fp8_pack_triton(dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

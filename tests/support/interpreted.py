@@ -31,6 +31,10 @@ if __name__ == "__main__":
     ragged_cases.check_turboquant_triton(torch.float16, "cpu", ragged_cases.SHAPES[4:])
     ragged_cases.check_turboquant_pack_triton(torch.float32, "cpu", ragged_cases.SHAPES[::2])
     ragged_cases.check_turboquant_pack_triton(torch.bfloat16, "cpu", ragged_cases.SHAPES[1:2])
+    ragged_cases.check_fp8_triton(torch.float32, "cpu", ragged_cases.SHAPES[::2])
+    ragged_cases.check_fp8_triton(torch.float16, "cpu", ragged_cases.SHAPES[1:2])
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        ragged_cases.check_fp8_pack_triton(dtype, "cpu")
     grouped_cases.check_grouped_triton(torch.float32, "cpu")
     grouped_cases.check_grouped_triton(torch.float16, "cpu", grouped_cases.SHAPES[:1])
     for splits in (1, 4):

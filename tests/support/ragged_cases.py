@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from kvcompress.kernels import fp8
 from kvcompress.kernels.ragged_decode import ragged_decode_reference
 from kvcompress.kernels.turboquant import BITS, TurboQuant
 from kvcompress.scoring.layer_view import Kept
@@ -65,7 +66,7 @@ def check_layout_triton(dtype: torch.dtype, device: str) -> None:
             for dim in (key_dim, value_dim)
         ]
         total, dense = int(counts.sum()), (*(part[:, :, :slots] for part in states), columns)
-        storage = RaggedStorage(Kept(*dense, total=total), counts, counts.flatten().tolist(), room)
+        storage = RaggedStorage(Kept(*dense), counts, counts.flatten().tolist(), room)
         *laid, starts = to_segments(*(part.to(device) for part in dense), counts.to(device), total, room)
         expected = *storage.segments()[:2], storage.indices, storage.starts
         for ours, theirs in zip((*laid, starts), expected, strict=True):
@@ -116,7 +117,7 @@ def check_turboquant_pack_triton(dtype: torch.dtype, device: str, shapes: list[t
             parts = [part.to(device, dtype) for part in parts]
             stored = [torch.full((len(ends) * (most + 3), codec.nbytes), 7, device=device) for codec in codecs]
             stored = [each.to(torch.uint8) for each in stored]
-            pack_behind_triton(*stored, ends, *parts, codecs)
+            pack_behind_triton(*stored, ends - 2, 2, *parts, codecs)
             for part, codec, found in zip(parts, codecs, stored, strict=True):
                 found = found.view(batch, kv_heads, most + 3, codec.nbytes)
                 assert (found[:, :, most:] == 7).all()
@@ -127,6 +128,51 @@ def check_turboquant_pack_triton(dtype: torch.dtype, device: str, shapes: list[t
                 step = (codec.codebook[1:] - codec.codebook[:-1]).max()
                 norms = part.float().norm(dim=-1, keepdim=True)
                 assert ((next(vectors) - next(vectors)).abs() <= 1.01 * step * norms).all()
+
+
+def check_fp8_triton(dtype: torch.dtype, device: str, shapes: list[tuple] = SHAPES) -> None:
+    """Check attention to 8-bit floats in place against attention to the same entries read back."""
+    from kvcompress.kernels.ragged_decode_triton import ragged_decode_triton
+
+    for batch, kv_heads, groups, head_dim, most, spare, splits in shapes:
+        query, keys, values, starts, lengths, sizes = ragged_case(
+            batch, kv_heads, groups, head_dim, most, spare, dtype, device=device
+        )
+        scales = tuple(fp8.scale_of(part.nan_to_num()) * factor for part, factor in ((keys, 1.0), (values, 0.8)))
+        packed = [fp8.pack(part, scale) for part, scale in zip((keys, values), scales, strict=True)]  # NaN stays NaN
+        read = [fp8.unpack(part, scale, dtype) for part, scale in zip(packed, scales, strict=True)]
+        expected = ragged_decode_reference(query, *read, starts, lengths, head_dim**-0.5)
+        longest, scaling = max(sizes[::2]), head_dim**-0.5
+        output = ragged_decode_triton(query, *packed, starts, lengths, longest, scaling, splits, scales=scales)
+        torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def check_fp8_pack_triton(dtype: torch.dtype, device: str) -> None:
+    """Check that tokens packed behind segments have the bytes that PyTorch gives them, NaN, infinity, zeros of both
+    signs, the least numbers and those between two 8-bit floats included; other rows stay."""
+    from kvcompress.kernels.fp8_triton import pack_behind_triton
+
+    steps = fp8.unpack(torch.arange(256, dtype=torch.uint8), torch.ones(()), torch.float32)
+    steps = steps[steps.isfinite()].sort().values
+    halfway = (steps[1:] + steps[:-1]) / 2
+    special = torch.tensor([float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-30, -1e-5, 447, 448, 465, -1e4])
+    numbers = torch.cat([steps, halfway, halfway * 1.001, halfway * 0.999, special])
+    generator = torch.Generator().manual_seed(0)
+    for scale in (1.0, 0.37):
+        scales = torch.tensor(scale, device=device), torch.tensor(3 * scale, device=device)
+        parts = [
+            numbers[torch.randint(len(numbers), (2, 3, 60, dim), generator=generator)] * scale for dim in (33, 128)
+        ]
+        parts[1].view(-1)[: len(numbers)] = 3 * scale * numbers
+        parts = [part.to(device, dtype) for part in parts]
+        ends = (torch.arange(6) * 70).to(device)
+        stored = [torch.full((6 * 70, part.shape[3]), 7, dtype=torch.uint8, device=device) for part in parts]
+        pack_behind_triton(*stored, ends, 5, *parts, scales)
+        for part, of_part, found in zip(parts, scales, stored, strict=True):
+            found = found.view(2, 3, 70, -1)
+            assert torch.equal(found[:, :, 5:65], fp8.pack(part, of_part))
+            assert (found[:, :, :5] == 7).all()
+            assert (found[:, :, 65:] == 7).all()
 
 
 def static_case(batch, kv_heads, groups, head_dim, capacity, dtype, seed=0, device="cpu") -> list:

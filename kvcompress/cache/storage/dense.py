@@ -1,8 +1,10 @@
 """Dense storage: every row and KV head keeps equally many entries."""
 
+from functools import lru_cache
+
 import torch
 
-from .base import Storage, columns_of, roomy, rows_of, spare
+from .base import Storage, columns_of, lasting, roomy, rows_of, spare
 
 
 class DenseStorage(Storage):
@@ -15,8 +17,6 @@ class DenseStorage(Storage):
             keeps everything stores pads, so that all shapes equal those of transformers' own cache.
         room: new tokens to allocate room for; None: an eighth more.
     """
-
-    behind = 0  # lengths in `segments` include appended tokens
 
     def __init__(self, keys, values, indices, pads, room: int | None):
         self.entries = self.length = keys.shape[2]
@@ -42,14 +42,13 @@ class DenseStorage(Storage):
         self.keys[:, :, begin : self.length] = keys
         self.values[:, :, begin : self.length] = values
 
-    def claim(self, new: int) -> torch.Tensor:
+    def claim(self, new: int) -> tuple[torch.Tensor, int]:
         """Reserve room for `new` tokens, which the caller writes.
 
-        Returns the row of the flat buffers (`segments`) at which the room of each KV head of each row of the batch
-        begins: LongTensor (batch * kv_heads,)."""
-        begin, capacity = self._grown(new), self.keys.shape[2]
-        rows = self.keys.shape[0] * self.keys.shape[1] * capacity
-        return torch.arange(begin, rows, capacity, device=self.keys.device)
+        Returns rows of the flat buffers (`segments`), LongTensor (batch * kv_heads,), and how many rows behind them the
+        room of each KV head of each row of the batch begins."""
+        begin = self._grown(new)
+        return self._starts()[0].flatten(), begin
 
     def _grown(self, new: int) -> int:
         """Add `new` to the length, and return the length before; buffers without room for them are copied."""
@@ -77,11 +76,17 @@ class DenseStorage(Storage):
     def segments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
         """Return keys and values (rows, head_dim), each segment's first row and length, and the longest length.
 
-        A segment is one KV head of one row of the batch; first rows and lengths are LongTensors (batch, kv_heads)."""
-        batch, kv_heads, capacity = self.keys.shape[:3]
-        starts = torch.arange(0, batch * kv_heads * capacity, capacity, device=self.keys.device).view(batch, kv_heads)
-        flat = self.keys.flatten(0, 2), self.values.flatten(0, 2)
-        return *flat, starts, torch.full_like(starts, self.length), self.length
+        A segment is one KV head of one row of the batch; first rows and lengths, without the entries `behind`, are
+        LongTensors (batch, kv_heads)."""
+        return self.keys.flatten(0, 2), self.values.flatten(0, 2), *self._starts(), self.length
+
+    @property
+    def behind(self) -> int:
+        """Entries of each segment that its length in `segments` does not count: all."""
+        return self.length
+
+    def _starts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return _starts(*self.keys.shape[:3], self.keys.device)
 
     def visible(self) -> torch.Tensor | None:
         if self.pads is None:
@@ -99,3 +104,10 @@ class DenseStorage(Storage):
     @property
     def room_nbytes(self) -> int:
         return self.keys[:, :, self.length :].nbytes + self.values[:, :, self.length :].nbytes
+
+
+@lru_cache(maxsize=16)
+def _starts(batch: int, kv_heads: int, capacity: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first row of each segment and zeros, LongTensors (batch, kv_heads), the same for all layers."""
+    starts = lasting(torch.arange, 0, batch * kv_heads * capacity, capacity, device=device).view(batch, kv_heads)
+    return starts, lasting(torch.zeros_like, starts)

@@ -2,7 +2,8 @@
 
 import torch
 
-from ...kernels.fp8 import pack, scale_of, unpack
+from ...kernels.fp8 import fp8_decode, has_kernels, pack, pack_behind, scale_of, unpack
+from ...scoring.layer_view import all_slots
 from .packed import PackedStorage
 from .store import store
 
@@ -11,21 +12,36 @@ class Fp8Storage(PackedStorage):
     """Numbers as 8-bit floats (e4m3) under two scales, one of keys and one of values.
 
     As in transformers' `Fp8QuantizedLayer`, a scale is that of the entries that are stored first, over all rows and
-    heads, and holds for those that follow. Entries are read back in full precision.
+    heads, and holds for those that follow. Entries are read back in full precision, or
+    attended to in place by a kernel.
 
     Args: as in `store`.
     """
 
-    def __init__(self, keys, values, indices, pads, room: int | None, total: int | None):
+    def __init__(self, keys, values, indices, pads, room: int | None, totals: list[int] | None):
         self.dtype = keys.dtype
         used = (keys, values)
-        if indices is not None and total != indices.numel():  # unused slots hold anything
+        if indices is not None and totals != all_slots(indices):  # unused slots hold anything
             used = (part.masked_fill(indices[..., None] < 0, 0) for part in used)
         self.scales = tuple(scale_of(part) for part in used)
-        self.inner = store(*self.pack(keys, values), indices, pads, room, total)
+        self.inner = store(*self.pack(keys, values), indices, pads, room, totals)
 
     def pack(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(pack(part, scale) for part, scale in zip((keys, values), self.scales, strict=True))
+
+    @property
+    def decodes_in_place(self) -> bool:
+        return has_kernels(self.inner.keys.device) and (self.inner.decodes_in_place or self.inner.fills_all_slots)
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if not has_kernels(keys.device):
+            return super().append(keys, values)
+        ends, first = self.inner.claim(keys.shape[2])
+        packed = (part.view(-1, part.shape[-1]) for part in (self.inner.keys, self.inner.values))
+        pack_behind(*packed, ends, first, keys, values, self.scales)
+
+    def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        return fp8_decode(query, *self.inner.segments(), self.scales, scaling, self.inner.behind)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         parts = zip(self.inner.read(), self.scales, strict=True)

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from ...policy.options import Engine
+from ...scoring.layer_view import all_slots
 from .base import Storage, lasting
 from .fp8 import Fp8Storage
 from .offloaded import OffloadedStorage
@@ -22,7 +23,7 @@ def new_storage(
     indices: torch.Tensor | None,
     pads: torch.Tensor | None,
     room: int | None,
-    total: int | None,
+    totals: list[int] | None,
     channels: torch.Tensor | None = None,
 ) -> Storage:
     """Create the storage that `cache_implementation` names, with room for `room` tokens (None: an eighth more).
@@ -32,23 +33,22 @@ def new_storage(
     kind, device = engine.cache_implementation, keys.device
     if kind == "offloaded" and device.type == "cuda":
         room = 0  # new tokens wait on the device, and room would be copied to it in every step
-    is_dense = indices is None or total == indices.numel()
-    if kind == "offloaded" and not is_dense and total is not None and device.type == "cuda":
+    is_dense = indices is None or totals == all_slots(indices)
+    if kind == "offloaded" and not is_dense and totals is not None and device.type == "cuda":
         parts = [lasting(part.to, "cpu", non_blocking=True) for part in (keys, values, indices)]  # into pinned memory
-        return OffloadedStorage(partial(store, *parts, pads, room, total), device)
+        return OffloadedStorage(partial(store, *parts, pads, room, totals), device)
     if kind.startswith("offloaded") and not (kind == "offloaded" and is_dense):  # dense ones move without a wait
         keys, values, indices, pads = (None if t is None else t.cpu() for t in (keys, values, indices, pads))
     if kind in ("static", "offloaded_static"):
         storage = StaticStorage(keys, values, indices, pads, room)
     elif kind == "quantized" and engine.kv_backend == "turboquant":
-        storage = TurboQuantStorage(keys, values, indices, pads, engine.kv_bits, room, total)
+        storage = TurboQuantStorage(keys, values, indices, pads, engine.kv_bits, room, totals)
     elif kind == "quantized" and engine.kv_backend == "fp8":
-        storage = Fp8Storage(keys, values, indices, pads, room, total)
+        storage = Fp8Storage(keys, values, indices, pads, room, totals)
     elif kind == "quantized":
-        storage = QuantizedStorage(keys, values, indices, pads, engine.quantizer, engine.kv_residual, total)
+        storage = QuantizedStorage(keys, values, indices, pads, engine.quantizer, engine.kv_residual, totals)
     elif kind == "think":
-        uniform = indices is not None and total == indices.numel()
-        storage = ThinKStorage(keys, values, indices, pads, channels, engine.key_recent, room, uniform)
+        storage = ThinKStorage(keys, values, indices, pads, channels, engine.key_recent, room, totals)
     else:
-        storage = store(keys, values, indices, pads, room, total)
+        storage = store(keys, values, indices, pads, room, totals)
     return OffloadedStorage(storage, device) if kind.startswith("offloaded") else storage

@@ -7,7 +7,7 @@ import torch
 from ...kernels.grouped import grouped_decode, has_kernels
 from ...kernels.pieces import Pieces, pieces
 from ...kernels.quantization import Quantized, Quantizer
-from ...scoring.layer_view import Kept
+from ...scoring.layer_view import Kept, all_slots
 from .base import Storage, columns_of, rows_of
 from .dense import DenseStorage
 
@@ -62,7 +62,7 @@ class QuantizedStorage(Storage):
     Args:
         kept: right-aligned, with -1 in unused slots; its indices may be None for column = slot.
         pads: as in `DenseStorage`.
-        total: entries of all rows and heads, if the host knows.
+        totals: entries of each row, if the host knows.
     """
 
     is_final = True
@@ -70,14 +70,14 @@ class QuantizedStorage(Storage):
     has_forgotten = False  # what is forgotten stays in its block, which is then read and masked
     _pieces: Pieces | None = None  # of the present blocks, once a step asked
 
-    def __init__(self, keys, values, indices, pads, quantizer: Quantizer, residual: int, total: int | None):
+    def __init__(self, keys, values, indices, pads, quantizer: Quantizer, residual: int, totals: list[int] | None):
         self.quantizer, self.residual = quantizer, residual
         self.indices, self.unused = None, None
         self.entries = self.length = 0
         self.blocks: list[_Block] = []
         self.recent = DenseStorage(keys[:, :, :0], values[:, :, :0], None, None, residual)
         if indices is not None:
-            self.extend(Kept(keys, values, indices, total=total), first=0)
+            self.extend(Kept(keys, values, indices, totals=totals), first=0)
             return
         self.unused = None if pads is None else pads[:, None].expand(keys.shape[:3])
         self._add(keys, values, self.unused)
@@ -90,8 +90,8 @@ class QuantizedStorage(Storage):
     def extend(self, kept: Kept, first: int) -> None:
         indices = torch.cat([self.columns(first), kept.indices], dim=2)
         self._flush()
-        unused = _unused(kept.indices, kept.total)
-        self._add(kept.keys, kept.values, unused, kept.total)
+        unused = _unused(kept.indices, kept.totals)
+        self._add(kept.keys, kept.values, unused, kept.totals)
         self.unused = None if unused is None and self.unused is None else indices < 0
         self.indices = indices.to(torch.int32)
         self.entries = self.length = indices.shape[2]
@@ -113,10 +113,10 @@ class QuantizedStorage(Storage):
         self.recent = DenseStorage(keys, values, None, None, self.residual)
 
     def _add(
-        self, keys: torch.Tensor, values: torch.Tensor, unused: torch.Tensor | None, total: int | None = None
+        self, keys: torch.Tensor, values: torch.Tensor, unused: torch.Tensor | None, totals: list[int] | None = None
     ) -> None:
         rows = []
-        for row, used in enumerate([slice(None)] * len(keys) if unused is None else _used(unused, total)):
+        for row, used in enumerate([slice(None)] * len(keys) if unused is None else _used(unused, totals)):
             row_keys, row_values = keys[row].flatten(0, 1)[used], values[row].flatten(0, 1)[used]
             rows.append((self.quantizer.quantize(row_keys.T), self.quantizer.quantize(row_values)))
         self.blocks.append(_Block(rows, unused, keys.shape[1], keys.shape[2]))
@@ -168,17 +168,15 @@ class QuantizedStorage(Storage):
         return [*super().tensors(), *(tensor for block in self.blocks for tensor in block.tensors())]
 
 
-def _unused(indices: torch.Tensor, total: int | None) -> torch.Tensor | None:
-    """Return which slots are unused, bool like `indices`; None if all are in use. `total` are in use, if known."""
+def _unused(indices: torch.Tensor, totals: list[int] | None) -> torch.Tensor | None:
+    """Return which slots are unused, bool like `indices`; None if all are in use. `totals` are in use, if known."""
     unused = indices < 0
-    is_full = not bool(unused.any()) if total is None else total == indices.numel()
+    is_full = not bool(unused.any()) if totals is None else totals == all_slots(indices)
     return None if is_full else unused
 
 
-def _used(unused: torch.Tensor, total: int | None) -> list[torch.Tensor]:
-    """Return the slots in use of each row, all heads' in order. Only of several rows the host waits for their counts,
-    and where `total` is unknown."""
-    is_known = total is not None and len(unused) == 1
-    counts = [total] if is_known else (~unused).sum((1, 2)).tolist()
+def _used(unused: torch.Tensor, totals: list[int] | None) -> list[torch.Tensor]:
+    """Return the slots in use of each row, all heads' in order. Where `totals` are unknown the host waits for them."""
+    counts = (~unused).sum((1, 2)).tolist() if totals is None else totals
     order = unused.flatten(1).int().argsort(dim=1, stable=True)  # slots in use come first
     return [slots[:count] for slots, count in zip(order, counts, strict=True)]

@@ -16,9 +16,9 @@ class RaggedStorage(Storage):
     an eviction launches few.
 
     Args:
-        kept: right-aligned, with -1 in unused slots, and with `total`.
+        kept: right-aligned, with -1 in unused slots.
         counts: LongTensor (batch, kv_heads), entries in use.
-        flat: the same as a list; None: copied from the device when the host needs it.
+        flat: the same as a list; None: copied from the device when the host needs it, and `kept` has `totals`.
         room: as in `DenseStorage`.
 
     Attributes:
@@ -33,17 +33,17 @@ class RaggedStorage(Storage):
         self.entries = self.length = kept.indices.shape[2] if flat is None else max(flat)
         self.appended = 0
         self._flat = Arriving(counts) if flat is None else flat
-        segments = counts.numel()
-        room = spare(self.entries if flat else -(-kept.total // segments)) if room is None else room
+        total = sum(kept.totals if flat is None else flat)
+        room = spare(self.entries if flat else -(-total // counts.numel())) if room is None else room
         if counts.device.type == "cuda" and has_triton():
             from ...kernels.ragged_layout_triton import to_segments
 
             self.room, self.lengths, self.behind = room, counts, 0
             dense = kept.keys, kept.values, kept.indices
-            self.keys, self.values, self.indices, self.starts = lasting(to_segments, *dense, counts, kept.total, room)
+            self.keys, self.values, self.indices, self.starts = lasting(to_segments, *dense, counts, total, room)
             return
         # Stable: slots in use come first, row by row and head by head.
-        used = (kept.indices < 0).flatten().argsort(stable=True)[: kept.total]
+        used = (kept.indices < 0).flatten().argsort(stable=True)[:total]
         self.indices = kept.indices.flatten()[used].to(torch.int32)
         segment = used // kept.indices.shape[2]
         self._place(counts, segment, kept.keys.flatten(0, 2)[used], kept.values.flatten(0, 2)[used], room)
@@ -94,13 +94,14 @@ class RaggedStorage(Storage):
             self._grow_by(1)
             self._new = keys.detach(), values.detach()
         else:
-            self._put(keys, values, self.claim(keys.shape[2]))
+            ends, first = self.claim(keys.shape[2])
+            self._put(keys, values, ends + first)
 
     def _write(self) -> None:
         """Write the latest token, unless `decode` has done so."""
         if self._new is not None:
             new, self._new = self._new, None
-            self._put(*new, self._rows_of(self.behind - 1))
+            self._put(*new, self._ends() + self.behind - 1)
 
     def _put(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
         """Write states (batch, kv_heads, new, head_dim), those of each segment from its row of `rows` on."""
@@ -109,10 +110,10 @@ class RaggedStorage(Storage):
         self.keys.index_copy_(0, rows, keys.reshape(-1, keys.shape[3]))
         self.values.index_copy_(0, rows, values.reshape(-1, values.shape[3]))
 
-    def claim(self, new: int) -> torch.Tensor:
+    def claim(self, new: int) -> tuple[torch.Tensor, int]:
         """As in `DenseStorage`."""
         self._grow_by(new)
-        return self._rows_of(self.behind - new)
+        return self._ends(), self.behind - new
 
     def _grow_by(self, new: int) -> None:
         if new > self.room:
@@ -122,9 +123,9 @@ class RaggedStorage(Storage):
         self.length += new
         self.room -= new
 
-    def _rows_of(self, token: int) -> torch.Tensor:
-        """Return the row of one of the tokens `behind` in each segment: LongTensor (batch * kv_heads,)."""
-        return (self.starts + (self.lengths + token)).flatten()
+    def _ends(self) -> torch.Tensor:
+        """Return the row at which the tokens `behind` begin in each segment: LongTensor (batch * kv_heads,)."""
+        return (self.starts + self.lengths).flatten()
 
     def _packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the segment, key and value of each entry in use: (entries in use,), and twice (entries in use,

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from ...scoring.layer_view import all_slots
 from ...scoring.windows import pad_columns
 from .base import Storage
 from .store import store
@@ -45,18 +46,18 @@ class ThinKStorage(Storage):
     Args:
         channels: as returned by `kept_channels`.
         recent: entries of each head that keep all channels.
-        uniform: whether every row and head keeps equally many entries.
         Others: as in `store`.
     """
 
-    def __init__(self, keys, values, indices, pads, channels: torch.Tensor, recent: int, room: int | None, uniform):
+    def __init__(self, keys, values, indices, pads, channels: torch.Tensor, recent: int, room: int | None, totals):
         self.head_dim, self.channels = keys.shape[3], channels.to(torch.int16)
         self._has_all_columns = indices is None
         first = max(keys.shape[2] - recent, 0)
+        is_full = indices is not None and totals == all_slots(indices)
 
         def part(keys: torch.Tensor, some: slice, room: int | None) -> Storage:
             places, empty = (None if each is None else each[..., some] for each in (indices, pads))
-            return store(keys, values[:, :, some], places, empty, room, places.numel() if uniform else None)
+            return store(keys, values[:, :, some], places, empty, room, all_slots(places) if is_full else None)
 
         thin = keys[:, :, :first].gather(3, channels[:, :, None].expand(-1, -1, first, -1))
         self.thin = part(thin, slice(first), 0)

@@ -18,18 +18,18 @@ class TurboQuantStorage(PackedStorage):
 
     decodes_in_place = True
 
-    def __init__(self, keys, values, indices, pads, bits: int, room: int | None, total: int | None):
+    def __init__(self, keys, values, indices, pads, bits: int, room: int | None, totals: list[int] | None):
         self.dtype = keys.dtype
         self.codecs = tuple(codec(part.shape[3], bits, part.device) for part in (keys, values))
-        self.inner = store(*self.pack(keys, values), indices, pads, room, total)
+        self.inner = store(*self.pack(keys, values), indices, pads, room, totals)
 
     def pack(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return pack(keys, values, self.codecs)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        ends = self.inner.claim(keys.shape[2])
+        ends, first = self.inner.claim(keys.shape[2])
         packed = (part.view(-1, part.shape[-1]) for part in (self.inner.keys, self.inner.values))
-        pack_behind(*packed, ends, keys, values, self.codecs)
+        pack_behind(*packed, ends, first, keys, values, self.codecs)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         parts = zip(self.codecs, self.inner.read(), strict=True)

@@ -1,8 +1,8 @@
 """`python -m tests.kvcompress.bench.count_launches OUT LAUNCHES IN_FLIGHT`: of caches, two lists in JSON.
 
-Writes OUT_5 (of five steps) and OUT_9 (of caches that evict) as `kvcompress bench launches` does, and prints in JSON
-the waits of each step of requests in flight: {method: [waits]}. One process of its own for both, since Triton reads the
-interpreter's variable on import."""
+Writes OUT_5 (of five steps), OUT_9 (of caches that evict) and OUT_rows (of two rows, of caches that do not) as
+`kvcompress bench launches` does, and prints in JSON the waits of each step of requests in flight: {method: [waits]}.
+One process of its own for all, since Triton reads the interpreter's variable on import."""
 
 import contextlib
 import json
@@ -42,11 +42,10 @@ def main() -> None:
     out, launches, in_flight = sys.argv[1], *map(json.loads, sys.argv[2:])
     sizes = ["--shape", "tiny", "--length", "96", "--ratio", "0.25"]
     with contextlib.redirect_stdout(sys.stderr):
-        for evicts, new in ((False, "5"), (True, "9")):
+        for evicts, name, new, batch in ((False, "5", "5", "1"), (True, "9", "9", "1"), (False, "rows", "5", "2")):
             caches = [cache for cache in launches if ("decode_budget" in cache) == evicts]
-            assert not command(
-                ["bench", "launches", "--out", f"{out}_{new}", *sizes, "--new", new, "--methods", *caches]
-            )
+            of_run = ["--out", f"{out}_{name}", "--new", new, "--batch", batch]
+            assert not command(["bench", "launches", *sizes, *of_run, "--methods", *caches])
     with PretendedCuda() as gpu:
         model = FAMILIES["llama"].build().to("cuda")
         found = {

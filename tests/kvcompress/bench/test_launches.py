@@ -48,13 +48,11 @@ BUDGETS = {
     f"full{OFFLOADED}": Budget(in_flight=None),
     f"snapkv{OFFLOADED}": Budget(in_flight=None),
     f"adakv{OFFLOADED}": Budget(in_flight=None),
-    # One kernel packs a token, one rotates queries; outputs are rotated where parts are combined. The first pass of the
-    # first of these caches creates two tables.
-    f"snapkv{TURBOQUANT}": Budget(step=4, in_flight=None),
-    f"adakv{TURBOQUANT}": Budget(step=3, in_flight=None),
-    # A token is scaled, clamped and rounded, and all entries are read back; those of uneven heads are also gathered.
-    f"snapkv{FP8}": Budget(step=14, in_flight=None),
-    f"adakv{FP8}": Budget(step=32, in_flight=None),
+    # One kernel packs a token, one rotates queries; outputs are rotated where parts are combined.
+    f"snapkv{TURBOQUANT}": Budget(step=1, in_flight=None),
+    f"adakv{TURBOQUANT}": Budget(step=2, in_flight=None),
+    f"snapkv{FP8}": Budget(in_flight=None),
+    f"adakv{FP8}": Budget(step=1, in_flight=None),
     f"streamingllm{EVICTING}": Budget(eviction=32),
     f"snapkv{EVICTING}": Budget(eviction=33),
     f"h2o{EVICTING}": Budget(eviction=35),
@@ -77,16 +75,20 @@ CACHES = [pytest.param(cache, marks=() if cache in EVERY_TIME else pytest.mark.s
 
 
 @pytest.fixture(scope="module")
-def counted(request, tmp_path_factory) -> tuple[dict[str, dict], dict[str, list[int]]]:
-    """By cache, the counts of the command; and the waits of a step in flight. EVERY_TIME's, unless slow tests run."""
+def counted(request, tmp_path_factory) -> tuple[dict[str, dict], dict[str, dict], dict[str, list[int]]]:
+    """By cache, the counts of the command, with one row and with two; and the waits of a step in flight. EVERY_TIME's,
+    unless slow tests run."""
     is_slow = any(item.path == request.path and item.get_closest_marker("slow") for item in request.session.items)
     out = tmp_path_factory.mktemp("launches") / "launches"
     asked = [[name for name in names if is_slow or name in EVERY_TIME] for names in (BUDGETS, IN_FLIGHT)]
     command = [sys.executable, "-m", "tests.kvcompress.bench.count_launches", str(out), *map(json.dumps, asked)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     assert (out.parent / "launches_9.md").read_text().count("| ---") == 8
-    rows = [row for new in (5, 9) for row in json.loads((out.parent / f"launches_{new}.json").read_text())["rows"]]
-    return {row["cache"].partition("@")[0]: row for row in rows}, json.loads(done.stdout)
+    runs = [json.loads((out.parent / f"launches_{run}.json").read_text())["rows"] for run in (5, 9, "rows")]
+    single, several = (
+        {row["cache"].partition("@")[0]: row for row in rows} for rows in ([*runs[0], *runs[1]], runs[2])
+    )
+    return single, several, json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +116,15 @@ def test_a_prefill_waits_once_not_once_per_layer(rows, cache):
     assert rows[cache]["prefill_waits"] == BUDGETS[cache].prefill_waits
 
 
+@pytest.mark.parametrize("cache", [cache for cache in CACHES if "decode_budget" not in cache.values[0]])
+def test_a_prefill_of_several_rows_waits_once_too(counted, cache):
+    assert counted[1][cache]["prefill_waits"] == 1
+
+
 def test_a_step_of_requests_in_flight_waits_once(counted):
-    assert counted[1]
-    assert {cache: max(steps) for cache, steps in counted[1].items()}.items() <= IN_FLIGHT.items()
-    assert all(min(steps) == 1 for steps in counted[1].values())
+    assert counted[2]
+    assert {cache: max(steps) for cache, steps in counted[2].items()}.items() <= IN_FLIGHT.items()
+    assert all(min(steps) == 1 for steps in counted[2].values())
 
 
 def test_what_the_profiler_finds_is_counted_in_the_same_columns_pass_by_pass():

@@ -1,6 +1,7 @@
 import copy
 import gc
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -208,7 +209,7 @@ def test_the_last_head_may_keep_nothing_and_have_no_room():
     """Its segment then begins where the buffer ends."""
     keys = torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(0))
     indices = torch.tensor([[[0, 1, 2], [-1, -1, -1]]])
-    storage = RaggedStorage(Kept(keys, keys + 1, indices, total=3), torch.tensor([[3, 0]]), [3, 0], room=0)
+    storage = RaggedStorage(Kept(keys, keys + 1, indices), torch.tensor([[3, 0]]), [3, 0], room=0)
     read = storage.read()
     assert torch.equal(read[0][0, 0], keys[0, 0])
     assert torch.equal(read[1][0, 0], keys[0, 0] + 1)
@@ -228,11 +229,11 @@ def test_ragged_entries_are_the_same_where_the_host_does_not_know_their_numbers(
     keys = torch.randn(batch, kv_heads, slots, 4, generator=generator)
     place = torch.arange(slots) - (slots - counts[..., None])
     indices = torch.where(place >= 0, 2 * place, -1)
-    kept = Kept(keys, -keys, indices, total=int(counts.sum()))
+    kept = Kept(keys, -keys, indices)
     longest = max(int(counts.max()), 1)
-    shorter = Kept(*(part[:, :, slots - longest :] for part in (keys, -keys, indices)), total=kept.total)
+    shorter = Kept(*(part[:, :, slots - longest :] for part in (keys, -keys, indices)))
     known = RaggedStorage(shorter, counts, counts.flatten().tolist(), room=1)
-    unknown = RaggedStorage(kept, counts, None, room=1)
+    unknown = RaggedStorage(replace(kept, totals=counts.sum(1).tolist()), counts, None, room=1)
     rows = torch.tensor(data.draw(st.lists(st.integers(0, batch - 1), min_size=1, max_size=batch)))
     steps = data.draw(st.integers(0, 3))
     for step in range(steps):

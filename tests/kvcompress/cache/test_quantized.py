@@ -142,8 +142,8 @@ def test_the_same_is_stored_whether_or_not_the_host_knows_how_much(backend, rows
     indices = torch.arange(40).expand(rows, 2, -1).clone()
     indices[0, 1, :25] = indices[-1, 0, :7] = -1
     found = []
-    for total in (None, int((indices >= 0).sum())):
-        storage = QuantizedStorage(*states, indices, None, Quantizer(backend, 4, 16), 5, total)
+    for totals in (None, (indices >= 0).sum((1, 2)).tolist()):
+        storage = QuantizedStorage(*states, indices, None, Quantizer(backend, 4, 16), 5, totals)
         found.append((*storage.read(), storage.columns(40), storage.visible()))
     for unknown, known in zip(*found, strict=True):
         assert torch.equal(unknown, known)

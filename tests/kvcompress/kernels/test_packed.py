@@ -67,7 +67,7 @@ def test_a_packed_token_is_the_references_but_for_rounding(kernels, key_dim, val
         (scale * torch.randn(2, 2, new, each.dim, generator=generator)).clamp(-6e4, 6e4).to(dtype) for each in codecs
     ]
     stored = [torch.full((600, each.nbytes), 7, dtype=torch.uint8) for each in codecs]
-    packed.pack_behind(*stored, ends, *parts, codecs)
+    packed.pack_behind(*stored, ends - 3, 3, *parts, codecs)
     rows = (ends[:, None] + torch.arange(new)).flatten()
     others = torch.ones(600, dtype=torch.bool)
     others[rows] = False
