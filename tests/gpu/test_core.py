@@ -8,6 +8,7 @@ import torch
 from transformers import Cache, DynamicCache
 
 import kvcompress
+from kvcompress.cache.storage.fp8 import Fp8Storage
 from kvcompress.cache.storage.ragged import RaggedStorage
 from kvcompress.check.reference import generate
 from kvcompress.hooks.shared_prompt import SharedPrompt
@@ -17,6 +18,7 @@ from tests.gpu.cases import DTYPES, NEW, STEPS, answered, check_as_on_the_cpu, e
 from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES, MORE_FAMILIES
 from tests.support.in_flight import check_in_flight
+from tests.support.ragged_cases import TOLERANCE
 
 pytestmark = pytest.mark.gpu
 EVICTING = {"decode_budget": 12, "decode_interval": 2}
@@ -159,6 +161,44 @@ def test_ragged_entries_are_as_on_the_cpu_whatever_is_done_with_them(device, see
             for expected, found in zip(stored[0].read(), stored[1].read(), strict=True):
                 assert torch.equal(found.cpu()[visible], expected[visible])
         assert stored[1].length == stored[0].length >= length
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_8_bit_floats_are_as_on_the_cpu_whatever_is_done_with_them(device, is_ragged, dtype):
+    """The same bytes; a step attends to them where they lie as to those that are read."""
+    draw, generator = random.Random(0), torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 2, 3, 30, 16, generator=generator).to(dtype)
+    indices = torch.arange(30).expand(2, 3, -1).clone()
+    if is_ragged:
+        indices[0, 1, :11] = indices[1, 0, :25] = -1
+    totals = (indices >= 0).sum((1, 2)).tolist()
+    stored = [
+        Fp8Storage(*(part.to(where) for part in (keys, values, indices)), None, 2, totals) for where in ("cpu", device)
+    ]
+    assert [each.decodes_in_place for each in stored] == [False, True]
+    for change in draw.choices(["append", "append two", "select", "decode", "decode"], k=40):
+        if change.startswith("append"):
+            shape = 2, 2, 3, 2 if "two" in change else 1
+            new = (2 * torch.randn(*shape, 16, generator=generator)).to(dtype)
+            for each in stored:
+                each.append(*new.to(each.inner.keys.device))
+        elif change == "select":
+            order = torch.tensor(draw.choices(range(2), k=2))
+            for each in stored:
+                each.select(order.to(each.inner.keys.device))
+        visible = stored[0].visible()
+        read = [part if visible is None else part.masked_fill(~visible[..., None], 0) for part in stored[0].read()]
+        for expected, found in zip(read, stored[1].read(), strict=True):
+            found = found.cpu()
+            assert torch.equal(found if visible is None else found.masked_fill(~visible[..., None], 0), expected)
+        if change == "decode":
+            query = torch.randn(2, 6, 1, 16, generator=generator).to(dtype)
+            mask = None if visible is None else visible.repeat_interleave(2, 1)[:, :, None]
+            whole = (part.float().repeat_interleave(2, 1) for part in read)
+            expected = torch.nn.functional.scaled_dot_product_attention(query.float(), *whole, mask, scale=0.3)
+            found = stored[1].decode(query.to(device), 0.3).cpu().float()
+            torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("bits", BITS["turboquant"])

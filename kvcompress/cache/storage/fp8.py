@@ -12,8 +12,8 @@ class Fp8Storage(PackedStorage):
     """Numbers as 8-bit floats (e4m3) under two scales, one of keys and one of values.
 
     As in transformers' `Fp8QuantizedLayer`, a scale is that of the entries that are stored first, over all rows and
-    heads, and holds for those that follow. Entries are read back in full precision, or
-    attended to in place by a kernel.
+    heads, and holds for those that follow. On CUDA a kernel attends to the entries in place; elsewhere they are read
+    back in full precision.
 
     Args: as in `store`.
     """
