@@ -74,7 +74,9 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*names, **settings)
 
     def error(self, message: str) -> NoReturn:
-        if (flag := message.removeprefix("unrecognized arguments: ").split()[0]).startswith("-"):
+        if (unknown := message.removeprefix("unrecognized arguments: ")) != message and not unknown.strip():
+            message = "an argument is empty"
+        elif (flag := unknown.split()[0]).startswith("-"):
             message = f"unknown flag {shown(flag)}{nearest(flag, self._option_string_actions)}"
         is_of_a_value = message.startswith("argument ")
         raise KVCompressError(message if is_of_a_value else f"{message}; {self.prog} --help says more")

@@ -88,7 +88,8 @@ class MethodSpec:
         if policy.passages:
             raise KVCompressError("protect_text= needs a tokenizer, which evaluations and kvcompress.compress pass on")
         published = method_info(policy.method).presets.get(options.pop("preset", None), {})
-        named = [key for key in {**published, **options} if key not in ("ratio", "budget")]
+        kept = [key for key in published if key in options or policy.options.get(key) is not None]
+        named = [key for key in dict.fromkeys((*kept, *options)) if key not in ("ratio", "budget")]
         return cls(policy.method, ratio, {key: policy.options[key] for key in named})
 
     def __str__(self) -> str:
@@ -114,12 +115,22 @@ def compile_config(device: torch.device) -> CompileConfig:
 
 
 class Local:
-    """A contender that runs in this process; `compiled`: whether its decode step is compiled."""
+    """A contender that runs in this process.
+
+    Attributes:
+        compiled: whether its decode step is compiled.
+        holds_memory: whether it holds its cache from turn to turn, until it is told to `let_go`.
+    """
+
+    holds_memory = False
 
     def __init__(self, model: PreTrainedModel, name: str, compiled: bool):
         self.model, self.compiled = model, compiled
         self.name = f"{name}, compiled" if compiled else name
         self.warm = WARM_STEPS if compiled else 0
+
+    def let_go(self) -> None:
+        """Free what is held from turn to turn."""
 
     def answer(
         self, cache: Any, held: Callable[[], int], workload: Workload, scoring: "ScoringTimer | None" = None
@@ -211,12 +222,15 @@ class Transformers(Local):
 
     def __init__(self, model: PreTrainedModel, kind: str, compiled: bool = False):
         super().__init__(model, f"transformers {kind}", compiled)
-        self.kind = kind
+        self.kind, self.holds_memory = kind, kind == "StaticCache" and compiled
         self._static: tuple[Workload, StaticCache] | None = None
 
     def turn(self, workload: Workload) -> Turn:
         cache = DynamicCache(config=self.model.config) if self.kind == "DynamicCache" else self._reset_for(workload)
         return self.answer(cache, lambda: nbytes_of(cache.layers), workload)
+
+    def let_go(self) -> None:
+        self._static = None
 
     def _reset_for(self, workload: Workload) -> StaticCache:
         if self._static is None or self._static[0] != workload:
@@ -287,6 +301,8 @@ class KVPressProcess:
 
 class KVPress:
     """kvpress with the press for one of our methods, its own defaults and the same ratio."""
+
+    holds_memory = False
 
     def __init__(self, process: KVPressProcess, method: MethodSpec):
         self.process, self.method = process, method

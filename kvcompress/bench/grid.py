@@ -22,10 +22,22 @@ def measure_cell(contenders: dict[str, Contender], workload: Workload, repeats: 
     """Return name -> {"turns": a dict of each `Turn`}, or {"error"} if memory ran out.
 
     Each contender takes one turn to warm up and compile. Then all take `repeats` turns, each round starting with
-    another contender, so that other load on the machine and the predecessor's effects affect all of them."""
+    another contender, so that other load on the machine and the predecessor's effects affect all of them. One that
+    holds memory from turn to turn takes its turns after the others, whose memory would count it."""
     taken: dict[str, Any] = {name: {"turns": []} for name in contenders}
-    names = list(contenders)
-    for repeat in range(repeats + 1):
+    apart = [name for name, contender in contenders.items() if contender.holds_memory]
+    _take_turns(contenders, [name for name in contenders if name not in apart], workload, repeats, taken)
+    for name in apart:
+        _take_turns(contenders, [name], workload, repeats, taken)
+        contenders[name].let_go()
+        release()
+    return taken
+
+
+def _take_turns(
+    contenders: dict[str, Contender], names: list[str], workload: Workload, repeats: int, taken: dict[str, Any]
+) -> None:
+    for repeat in range(repeats + 1 if names else 0):
         what = f"turn {repeat} of {repeats}" if repeat else "warming up"
         say(f"{workload.length} tokens, batch {workload.batch}: {what}")
         begin = repeat % len(names)
@@ -38,7 +50,6 @@ def measure_cell(contenders: dict[str, Contender], workload: Workload, repeats: 
                     taken[name] = {"error": "out of memory"}
                 elif repeat:
                     taken[name]["turns"].append(asdict(turn))
-    return taken
 
 
 @contextmanager

@@ -12,22 +12,31 @@ from typing import Any
 
 import torch
 
-from ..device import default_device
+from ..device import checked_device
 from ..errors import KVCompressError, one_line
 from ..files import check_output, parse_json, write_text
+from .standalone import MEASURED
 from .timing import environment
 
 
 def settle(given: argparse.Namespace) -> torch.device:
     """Return the device to run on, and write the device, dtype and threads in use to `given`.
 
-    `given` need not have these flags."""
+    `given` need not have these flags. Raises KVCompressError for a device that torch cannot use here, or for one whose
+    work is not waited for (standalone.py)."""
     asked = {name: getattr(given, name, None) for name in ("device", "dtype", "threads")}
-    device = torch.device(asked["device"]) if asked["device"] else default_device()
+    device = checked_device(asked["device"])
+    check_measured(device)
     given.device, given.dtype = str(device), asked["dtype"] or ("bfloat16" if device.type == "cuda" else "float32")
     torch.set_num_threads(asked["threads"] or torch.get_num_threads())
     given.threads = torch.get_num_threads()
     return device
+
+
+def check_measured(device: torch.device) -> None:
+    """Raise KVCompressError for a device whose work `synchronise` does not wait for."""
+    if device.type not in MEASURED:
+        raise KVCompressError(f"device {str(device)!r} is not measured: allowed are {', '.join(MEASURED)}")
 
 
 def check_files(out: Path, *suffixes: str) -> None:
@@ -93,6 +102,11 @@ class Results:
     def add(self, part: str, cell: dict[str, Any]) -> None:
         self.content[part].append(cell)
         write_text(self.file, json.dumps(self.content, indent=1) + "\n")
+
+    def drop(self, part: str, **at: object) -> None:
+        """Forget the cells that `has` finds; the file has them until the next is added."""
+        cells = self.content[part]
+        self.content[part] = [cell for cell in cells if any(cell.get(key) != value for key, value in at.items())]
 
     def report(self, text: str) -> None:
         """Write the page next to the file, and print it."""

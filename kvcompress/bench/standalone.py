@@ -16,10 +16,15 @@ CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
+MEASURED = ("cpu", "cuda", "mps")  # kinds of devices that `synchronise` waits for
+
+
 def synchronise(device: torch.device) -> None:
     """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def load(source: dict[str, Any], dtype: str, device: torch.device) -> PreTrainedModel:

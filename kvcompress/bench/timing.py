@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from ..version import __version__
 from .standalone import CLOCKS, synchronise
 
 
@@ -58,6 +59,7 @@ def environment(device: torch.device) -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "kvcompress": __version__,
     }
 
 

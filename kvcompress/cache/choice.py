@@ -176,7 +176,7 @@ class Choice:
         kept = candidates.in_prompt(kept)
         if candidates.question is not None:
             return kept
-        if fills_all_slots(view):
+        if self._fills_all_slots(view):
             return replace(kept, totals=all_slots(kept.indices))
         held = [[length] * kept.indices.shape[1] for length in view.lengths]
         return replace(kept, totals=self._totals(view.budgets, held))
@@ -196,6 +196,9 @@ class Choice:
         if self._overrides_selection or self.policy.head_budget in ADAPTIVE:
             return None
         return [[min(budget, of_head) for of_head in row] for budget, row in zip(budgets, held, strict=True)]
+
+    def _fills_all_slots(self, view: LayerView) -> bool:
+        return fills_all_slots(view) and (self.policy.cluster.fills_budget or not self._overrides_selection)
 
     @property
     def _overrides_selection(self) -> bool:
@@ -279,7 +282,7 @@ class Choice:
         if voters is not None and not (reading and self.policy.cluster.unrotated_queries):
             voters = self.voters(voters)  # of a chunk, statistics of unrotated queries are of all, as in a first chunk
         result = self._chosen(voters, kept.keys, kept.values, view)
-        if fills_all_slots(view):
+        if self._fills_all_slots(view):
             return replace(result, indices=kept.indices.gather(2, result.indices), totals=all_slots(result.indices))
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill_(result.indices < 0, -1)
         return replace(result, indices=columns, totals=self._totals(budgets, held), held=self._left(budgets, held))

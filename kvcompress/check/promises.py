@@ -104,6 +104,13 @@ class Checked:
         given = {"max_new_tokens": NEW, "ratio": self.ratio, **self.options, **self.of_model.get(tried.name, {})}
         return compress(tried.model, self.method, **{**given, **engine})
 
+    def refuses(self, engine: dict[str, Any]) -> str:
+        """Return why these options do not go with the method and its own; an empty string if they do."""
+        try:
+            return make_policy(self.method, self.ratio, **{**self.options, **engine}) and ""
+        except KVCompressError as error:
+            return str(error)
+
     def named(self, tried: Tried, **engine: Any) -> str:
         """Name a batch and how it is compressed, for a message."""
         given = (f"{name}={value}" for name, value in engine.items() if value is not None)
@@ -153,7 +160,7 @@ def decodes_as_the_full_cache_under_a_mask(checked: Checked) -> None:
     if checked.cluster.biases_keys:
         raise NotAsked("no mask gives a key a bias")
     for tried in checked.tried:
-        for eviction in ({}, DECODING, RAGGED):
+        for eviction in (each for each in ({}, DECODING, RAGGED) if not checked.refuses(each)):
             engine = {"merge": "none", "prefill_chunk": None, **eviction}
             run = checked.answer(tried, **engine)
             with only_attending_to(tried.model, run.history):
@@ -163,10 +170,8 @@ def decodes_as_the_full_cache_under_a_mask(checked: Checked) -> None:
 
 def a_row_is_as_alone(checked: Checked, **engine: Any) -> None:
     """In a padded batch, each row has the same scores and keeps the same entries as alone."""
-    try:
-        make_policy(checked.method, checked.ratio, **{**checked.options, **engine})
-    except KVCompressError as error:
-        raise NotAsked(str(error)) from None
+    if refused := checked.refuses(engine):
+        raise NotAsked(refused)
     for tried in checked.tried:
         batch = checked.answer(tried, **engine)
         where = checked.named(tried, **engine)
@@ -221,9 +226,8 @@ def a_head_is_scored_by_itself(checked: Checked) -> None:
     draw = torch.Generator().manual_seed(checked.seed)
 
     def compared(score: Callable, cluster: KVCluster, *given: Any) -> torch.Tensor:
-        *states, view = given
+        (*states, view), place = given, f"{cls.__name__}.score"
         keys = states[1]
-        place = f"{cls.__name__}.score"
         scores, again = (checked_scores(score(cluster, *given), place, keys) for _ in range(2))
         if not torch.allclose(scores, again, rtol=SCORES, atol=SCORES, equal_nan=True):
             raise Broken(f"{tried}: {place} returns other scores for the same states when called again: {REPEATABLE}")
@@ -260,8 +264,7 @@ def memory_is_linear_in_the_prompt(checked: Checked) -> None:
     """Scoring creates no tensor of queries x keys."""
     model, largest = checked.tried[0].model, []
     for length in (1500, 3000):
-        tried = prompts("qwen2", model, (length,), (0,), checked.seed)
-        mode = LargestTensor()
+        tried, mode = prompts("qwen2", model, (length,), (0,), checked.seed), LargestTensor()
 
         def watched(score: Callable, *given: Any, mode: LargestTensor = mode) -> torch.Tensor:
             with mode:

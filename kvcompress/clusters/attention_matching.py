@@ -40,6 +40,7 @@ class AttentionMatchingKVCluster(KVCluster):
     paper: ClassVar[str] = "https://arxiv.org/abs/2602.16284"
     biases_keys: ClassVar[bool] = True
     whole_prompt: ClassVar[bool] = True
+    fills_budget: ClassVar[bool] = True
 
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         heads = zip(self._references(queries, keys), keys[..., :-1].flatten(0, 1), strict=True)

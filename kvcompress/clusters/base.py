@@ -42,6 +42,7 @@ class KVCluster(Method):
     future_rotation: ClassVar[bool] = False  # `score` calls `view.future_rotation(...)`
     sinks_on_top: ClassVar[bool] = False  # `ratio` leaves out the first `sinks` tokens, which are kept in addition
     biases_keys: ClassVar[bool] = False  # keys have one more channel, the last: a bias that is added to their logits
+    fills_budget: ClassVar[bool] = False  # a choice of its own keeps as many entries per row and head as `select` does
     mixes_heads: ClassVar[bool] = False  # a KV head's scores depend on other heads' states: no tensor parallelism
 
     @property

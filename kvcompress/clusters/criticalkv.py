@@ -49,6 +49,7 @@ class CriticalKVCluster(WindowKVCluster):
     epsilon: Annotated[float, Field(ge=0)] = 1e-4
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2502.03805"
+    fills_budget: ClassVar[bool] = True
 
     def keep(self, scores: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> Kept:
         budgets = on_device(view.budgets, keys.device)[:, None].expand(scores.shape[:2])

@@ -36,6 +36,7 @@ class KVCrushCluster(KVCluster):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2503.00022"
     mixes_heads: ClassVar[bool] = True
+    fills_budget: ClassVar[bool] = True
     presets: ClassVar[dict[str, dict[str, object]]] = {"vllm": {"sinks": 32, "recent": 128, "budget": 480}}
 
     @handles_padding

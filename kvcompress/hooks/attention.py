@@ -157,7 +157,7 @@ def attend_to_kept(base: str, module: torch.nn.Module, query, key, value, layer,
     `model_mask` is the model's; other arguments are as in `compressed_attention`."""
     query, key = with_bias(query, key, layer, kwargs["scaling"])
     if layer.decodes_in_place:
-        if can_decode_in_place(base, kwargs):
+        if can_decode_in_place(base, query, kwargs):
             return layer.storage.decode(query, kwargs["scaling"]).transpose(1, 2), None
         key, value = layer.storage.read()
     queries = query.shape[2]
@@ -229,11 +229,12 @@ def attend_under(base: str, module: torch.nn.Module, query, key, value, mask, **
     return output.unflatten(0, (batch, kv_heads)).transpose(1, 2).flatten(2, 3), None
 
 
-def can_decode_in_place(base: str, kwargs: dict) -> bool:
-    """Whether ragged entries can be attended to in place: plain attention without dropout.
+def can_decode_in_place(base: str, query: torch.Tensor, kwargs: dict) -> bool:
+    """Whether entries can be attended to in place: plain attention without dropout, whose gradient nobody asks for.
 
     `eager` never does that, since it also returns the weights."""
-    return base != "eager" and has_plain_weights(kwargs) and not kwargs.get("dropout")
+    has_gradient = torch.is_grad_enabled() and query.requires_grad
+    return base != "eager" and has_plain_weights(kwargs) and not has_gradient and not kwargs.get("dropout")
 
 
 def has_plain_weights(kwargs: dict) -> bool:

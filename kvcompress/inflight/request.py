@@ -138,7 +138,7 @@ class TokenSampler:
             self._ids = torch.cat([self._ids, new], dim=1)
         is_over = token in self._ends or len(self.tokens) >= self.room
         if self._on_tokens is not None:
-            is_over |= self._on_tokens(self.tokens)
+            is_over = bool(self._on_tokens(self.tokens)) or is_over
         return bool(self._criteria and self._criteria(self._ids, None).any()) or is_over
 
 

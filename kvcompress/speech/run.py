@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from hashlib import sha256
 from multiprocessing import active_children, get_context
 from typing import Any
 
@@ -16,8 +17,8 @@ from transformers import PreTrainedTokenizerBase, Qwen2_5OmniForConditionalGener
 
 from ..__main__ import find_command
 from ..bench.grid import attempt, garbage_left
-from ..bench.results import Results, about, check_files, say
-from ..device import default_device
+from ..bench.results import Results, about, check_files, check_measured, say
+from ..device import checked_device
 from ..errors import KVCompressError
 from ..files import check_output
 from ..policy.conflicts import SPEECH, check_conflicts
@@ -38,7 +39,8 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> int:
     """Run the benchmark given by parsed `arguments` and return the exit code.
 
     Raises KVCompressError for wrong arguments, if possible before anything is loaded."""
-    given.device, given.threads = given.device or str(default_device()), given.threads or torch.get_num_threads()
+    given.device, given.threads = str(checked_device(given.device)), given.threads or torch.get_num_threads()
+    check_measured(torch.device(given.device))
     check(given)
     report = find_command("report") if given.html else None
     if given.html and given.save_audio is None and "speech" not in given.without:
@@ -49,7 +51,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> int:
     elsewhere = ("out", "resume", "save_audio", "html", "repeats", "cold")  # these may change when a run is resumed
     settings = {
         **{name: value for name, value in vars(given).items() if name not in elsewhere},
-        "prompts": given.prompts and str(given.prompts),
+        "prompts": given.prompts and f"{given.prompts} (SHA-256 {sha256(given.prompts.read_bytes()).hexdigest()[:16]})",
         "labels": labels(given),
         "talker": None if (method := talker_method(given)) is None else str(method),
     }
@@ -153,8 +155,11 @@ def warm(results: Results, given: argparse.Namespace) -> None:
     # Every compiled strategy keeps its own graphs of the same code, and may need one more for another prompt.
     with torch._dynamo.config.patch(recompile_limit=4 * len(strategies) * len(prompts)):
         for repeat in range(given.repeats + 1):
+            hears = bool(given.save_audio) and repeat == given.repeats and model.has_talker
             if repeat and results.has("warm", repeat=repeat):
-                continue
+                if not hears or is_heard(results.content["warm"], repeat):
+                    continue
+                results.drop("warm", repeat=repeat)  # it was measured without the flag: answered again, to be heard
             say(f"turn {repeat} of {given.repeats}" if repeat else "warming up")
             answers = []
             for place, inputs in enumerate(prompts):
@@ -163,7 +168,7 @@ def warm(results: Results, given: argparse.Namespace) -> None:
                     for name in names[begin:] + names[:begin]:
                         with ExitStack() as stack:
                             hear, saved = None, {}
-                            if given.save_audio and repeat == given.repeats and model.has_talker:
+                            if hears:
                                 file = given.save_audio / f"{name}-{place}.wav"
                                 hear = stack.enter_context(growing_wav(file))
                                 saved = {"wav": os.path.relpath(file, given.out.parent)}
@@ -171,6 +176,12 @@ def warm(results: Results, given: argparse.Namespace) -> None:
                         answers.append({"strategy": name, "prompt": place, **saved, **row})
             if repeat:
                 results.add("warm", {"repeat": repeat, "answers": answers})
+
+
+def is_heard(rounds: list[dict[str, Any]], repeat: int) -> bool:
+    """Whether all answers of a stored round that did not fail have their sound in a file."""
+    answers = [row for one in rounds if one["repeat"] == repeat for row in one["answers"]]
+    return all("wav" in row or "error" in row for row in answers)
 
 
 def load(

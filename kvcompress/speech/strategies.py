@@ -30,21 +30,25 @@ from .streaming import Window
 
 
 def method_of(kind: Kind, given: argparse.Namespace) -> MethodSpec:
-    """Return the method for a compressing strategy. Raises KVCompressError."""
+    """Return the method for a compressing strategy's thinker. Raises KVCompressError."""
+    return decoding_within(given.decode_budget, _method_of(kind, given))
+
+
+def _method_of(kind: Kind, given: argparse.Namespace) -> MethodSpec:
     info = method_info(given.method.split(":")[0])
     if issubclass(info.cls, TokenMethod):
         raise KVCompressError(f"method {info.name!r} drops tokens of the prompt, but the talker reads all of them")
     method = MethodSpec.parse(given.method, given.ratio)
     if kind.is_static:
         method = replace(method, options={**method.options, "cache_implementation": "static"})
-    return decoding_within(given.decode_budget, method)
+    return method
 
 
 def talker_method(given: argparse.Namespace) -> MethodSpec | None:
     """Return the method for the talker's cache, never a static one, which transformers' talker does not support."""
     if not given.compress_talker and given.talker_decode_budget is None:
         return None
-    return decoding_within(given.talker_decode_budget, method_of(Kind(compresses=True), given))
+    return decoding_within(given.talker_decode_budget, _method_of(Kind(compresses=True), given))
 
 
 def decoding_within(budget: int | None, method: MethodSpec) -> MethodSpec:

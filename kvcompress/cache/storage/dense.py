@@ -106,7 +106,7 @@ class DenseStorage(Storage):
         return self.keys[:, :, self.length :].nbytes + self.values[:, :, self.length :].nbytes
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=1024)  # layers may differ in capacity
 def _starts(batch: int, kv_heads: int, capacity: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first row of each segment and zeros, LongTensors (batch, kv_heads), the same for all layers."""
     starts = lasting(torch.arange, 0, batch * kv_heads * capacity, capacity, device=device).view(batch, kv_heads)

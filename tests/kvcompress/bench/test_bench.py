@@ -23,6 +23,7 @@ import kvcompress
 from kvcompress.__main__ import main
 from kvcompress.bench import command, comparison, contenders, grid, report, standalone, throughput, timing
 from kvcompress.bench.contenders import KVPress, KVPressProcess, MethodSpec, Ours, Transformers, Turn, Workload
+from kvcompress.bench.results import check_measured
 from kvcompress.bench.shapes import SHAPES, source
 from kvcompress.bench.timing import summary
 from kvcompress.policy.make import make_policy
@@ -230,8 +231,11 @@ def test_layers_without_keys_of_their_own_count_as_those_of_our_cache_do(family)
 class Scripted:
     """A contender that notes its turns and fails where it is told to."""
 
-    def __init__(self, name, log, fails_at=None):
-        self.name, self.log, self.fails_at = name, log, fails_at
+    def __init__(self, name, log, fails_at=None, holds_memory=False):
+        self.name, self.log, self.fails_at, self.holds_memory = name, log, fails_at, holds_memory
+
+    def let_go(self):
+        self.log.append(f"({self.name})")
 
     def turn(self, workload):
         self.log.append(self.name)
@@ -245,6 +249,22 @@ def test_contenders_take_turns_and_each_begins_once():
     taken = grid.measure_cell({n: Scripted(n, log) for n in "abc"}, Workload(8, 1, 1, "wall"), 3)
     assert "".join(log) == "abc" + "bca" + "cab" + "abc"
     assert [turn["prompt_ms"] for turn in taken["a"]["turns"]] == [6, 8, 10]  # the warm-up is not counted
+
+
+def test_what_holds_memory_from_turn_to_turn_takes_its_turns_after_the_others_and_lets_go():
+    log = []
+    contenders = {n: Scripted(n, log, holds_memory=n in "ac") for n in "abcd"}
+    taken = grid.measure_cell(contenders, Workload(8, 1, 1, "wall"), 2)
+    assert "".join(log) == "bd" + "db" + "bd" + "aaa(a)" + "ccc(c)"
+    assert all(len(way["turns"]) == 2 for way in taken.values())
+
+
+def test_a_compiled_static_cache_is_freed_when_its_turns_are_over():
+    ours, theirs = Transformers(MODEL, "DynamicCache"), Transformers(MODEL, "StaticCache", compiled=True)
+    assert (ours.holds_memory, theirs.holds_memory) == (False, True)
+    theirs._static = Workload(8, 1, 1, "wall"), None
+    theirs.let_go()
+    assert theirs._static is None
 
 
 def test_a_contender_that_runs_out_of_memory_leaves_the_others_in_the_race(monkeypatch):
@@ -524,6 +544,29 @@ def test_a_wrong_argument_is_one_line_that_names_it(arguments, message, capsys, 
 def test_output_has_the_name_that_was_given_also_with_a_point_in_it(out, file):
     for parse in (command.parser, command.throughput_parser, command.launches_parser):
         assert parse().parse_args(["--out", out]).out == Path(file)
+
+
+def test_another_release_is_not_mixed_into_a_file(tmp_path, monkeypatch, capsys):
+    bench(tmp_path)
+    monkeypatch.setattr("kvcompress.bench.timing.__version__", "99")
+    assert main(["bench", *QUICK, "--out", str(tmp_path / "bench"), "--resume"]) == 2
+    assert "cannot be resumed: it was made with kvcompress=" in capsys.readouterr().err
+
+
+def test_a_device_that_cannot_be_used_is_named(tmp_path, capsys):
+    assert main(["bench", *QUICK, "--out", str(tmp_path / "bench"), "--device", "cuda:77"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "device 'cuda:77' cannot be used" in said
+
+
+def test_a_device_whose_work_is_not_waited_for_is_refused():
+    with pytest.raises(kvcompress.KVCompressError, match="device 'xpu' is not measured: allowed are cpu, cuda, mps"):
+        check_measured(torch.device("xpu"))
+
+
+def test_an_empty_argument_is_named(capsys):
+    assert main(["bench", "tiny", ""]) == 2
+    assert "an argument is empty" in capsys.readouterr().err
 
 
 def test_other_settings_are_not_mixed_into_a_file(tmp_path, capsys):

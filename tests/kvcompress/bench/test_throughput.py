@@ -8,7 +8,7 @@ import pytest
 from kvcompress.__main__ import main
 from kvcompress.bench.contenders import MethodSpec, Transformers, Workload
 from kvcompress.bench.results import stored_setting
-from kvcompress.bench.throughput import Asked, Continuous, entry_bytes, markdown, workload
+from kvcompress.bench.throughput import Asked, Continuous, entry_bytes, markdown, sizes, workload
 from kvcompress.errors import KVCompressError
 from tests.support.families import FAMILIES, MORE_FAMILIES
 
@@ -136,3 +136,10 @@ def test_a_request_that_cannot_be_answered_is_said():
     contender = Continuous(model, MethodSpec.parse("keydiff", 1.0), 100)
     with pytest.raises(KVCompressError, match="continuous batching: No requests can be scheduled"):
         contender.serve([Asked([8] * 40, 100)], 2 * Continuous.PAGE * entry_bytes(model), "wall", 60.0)
+
+
+@pytest.mark.parametrize("preset", ["cake:preset=llama-2-7b-1024", "morphkv:preset=longwriter"])
+def test_a_presets_decode_budget_gives_way_to_the_commands(preset):
+    found = sizes(MethodSpec.parse(preset, 1.0), 77)
+    assert found["decode_budget"] == found["budget"] == 77
+    assert set(found) > {"decode_budget", "budget"}

@@ -1,7 +1,7 @@
 import copy
 import gc
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -253,3 +253,30 @@ def test_ragged_entries_are_the_same_where_the_host_does_not_know_their_numbers(
             used = known.visible()
             assert torch.equal(ours[:, :, extra:][used], theirs[used])
         assert unknown.flat == known.flat
+
+
+@dataclass(frozen=True)
+class LeavesOneOut(kvcompress.KVCluster):
+    """A choice of its own, which keeps an entry fewer than the budget in one head."""
+
+    def score(self, queries, keys, values, view):
+        return values.float().norm(dim=-1)
+
+    def update_kv(self, queries, keys, values, view):
+        kept = super().update_kv(queries, keys, values, view)
+        indices = kept.indices.clone()
+        indices[:, 0, 0] = -1
+        return replace(kept, indices=indices, values=kept.values.clone().index_fill_(2, torch.tensor([0]), 1e3))
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "quantized", "kv_backend": "fp8"}])
+@pytest.mark.parametrize("lengths", [[40], [40, 31]])
+def test_a_slot_that_a_methods_own_choice_leaves_empty_is_not_attended_to(lengths, options, registry):
+    kvcompress.register_method("leaves-one-out")(LeavesOneOut)
+    cache, _ = prompt(lengths, method="leaves-one-out", ratio=0.3, **options)
+    for layer in cache.layers:
+        visible = layer.storage.visible()
+        assert not visible[:, 0, 0].any()
+        assert visible[:, 1, -1].all()
+        values = layer.storage.read()[1].masked_fill(~visible[..., None], 0)
+        assert values[:, 0].abs().max() < 100

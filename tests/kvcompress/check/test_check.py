@@ -353,6 +353,12 @@ def test_what_is_defined_under_almost_a_name_that_is_read_is_named(capsys, monke
     ]
 
 
+@pytest.mark.parametrize("options", [{"decode_ratio": 0.5}, {"head_budget": "shared"}])
+def test_what_an_option_excludes_is_not_a_broken_promise(options):
+    promise = PROMISES["decoding equals the full cache under a mask"]
+    assert command.failure(promise, Checked("snapkv", {"window_size": 4, **options})) == ""
+
+
 def test_scores_may_be_whole_numbers():
     kvcompress.register_method("whole")(Whole)
     assert command.failure(PROMISES[APART], Checked("whole")) == ""

@@ -69,6 +69,23 @@ def on_the_full_cache(kept: list) -> torch.Tensor:
         return MODEL(TOKEN, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cache_implementation": "quantized", "kv_backend": "turboquant"}],
+    ids=["ragged", "turboquant"],
+)
+def test_a_decode_step_whose_gradient_is_asked_for_has_it(options):
+    """Kernels that attend to entries where they lie have none."""
+    model = copy.deepcopy(MODEL).requires_grad_(True)
+    with compress(model, **options) as session:
+        with torch.no_grad():
+            model(**INPUTS)
+        logits = step(model, session.cache)
+        (gradient,) = torch.autograd.grad(logits.sum(), model.model.layers[0].self_attn.q_proj.weight)
+    assert gradient.abs().max() > 0
+    torch.testing.assert_close(logits.detach(), answer(model, 1, **options)[1], atol=1e-4, rtol=1e-4)
+
+
 # -- a cache, and the context that it belongs to
 
 

@@ -310,6 +310,14 @@ def test_an_answer_ends_where_its_listener_says_and_the_slot_is_free_at_once():
     assert passes.events[: passes.events.index((1,))] == [40, (0,), "step", (0,), "step", (0,), 40]
 
 
+def test_a_listener_that_returns_nothing_only_listens():
+    model, heard = QWEN2.build(), []
+    prompt = QWEN2.inputs(model, [40])
+    (answer,) = run(model, [Request(prompt, on_tokens=lambda tokens: heard.append(len(tokens)))], max_new_tokens=4)
+    assert answer.tokens.tolist() == alone(model, prompt, 4)
+    assert heard == [1, 2, 3, 4]
+
+
 def test_a_listener_that_raises_ends_its_request_alone():
     model = QWEN2.build()
     prompts = [QWEN2.inputs(model, [40], seed=seed) for seed in range(2)]

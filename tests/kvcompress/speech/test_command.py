@@ -22,6 +22,7 @@ from kvcompress.__main__ import main
 from kvcompress.command_line import interruptible
 from kvcompress.speech import answering, strategies
 from kvcompress.speech import run as speech_run
+from kvcompress.speech.command import parser
 from kvcompress.speech.prompts import bundled_prompts, growing_wav, read_prompts
 from tests.support.omni import CODE_S, UNHEARD
 
@@ -138,6 +139,35 @@ def test_a_page_plays_what_was_measured(run, tmp_path, flags):
     assert (tmp_path / "speech.html").read_text().count("data:audio/wav;base64,") == 2
 
 
+def test_sound_that_is_asked_for_later_is_made_from_the_last_round_alone(run, tmp_path):
+    first = run("--strategies", "dynamic", "--repeats", "2")
+    second = run("--strategies", "dynamic", "--repeats", "2", "--resume", "--html")
+    assert second["warm"][0] == first["warm"][0]
+    (row,) = second["warm"][1]["answers"]
+    assert (tmp_path / row["wav"]).exists()
+    assert run("--strategies", "dynamic", "--repeats", "2", "--resume", "--html")["warm"] == second["warm"]
+
+
+def test_other_prompts_under_the_same_name_are_not_mixed_into_a_file(run, tmp_path, omni_checkpoint, capsys):
+    run("--strategies", "dynamic")
+    (tmp_path / "prompts.jsonl").write_text('{"text": "Goodbye"}\n')
+    given = [omni_checkpoint, "snapkv:window_size=4", "0.3", *quick(tmp_path), "--strategies", "dynamic", "--resume"]
+    assert main(["speech", *given]) == 2
+    assert "cannot be resumed: it was made with prompts=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        (["--compress-talker"], {}),
+        (["--talker-decode-budget", "12"], {"decode_budget": 12}),
+    ],
+)
+def test_the_thinkers_decode_budget_is_not_the_talkers(flags, options):
+    given = parser().parse_args(["tiny", "snapkv", "0.3", "--decode-budget", "10", *flags])
+    assert strategies.talker_method(given).options == options
+
+
 def test_without_speech_the_table_has_no_empty_columns(run, capsys):
     content = run("--strategies", "compressed", "--without", "vision", "audio", "speech")
     assert content["weight_bytes"]["talker"] == content["weight_bytes"]["vision"] == 0
@@ -210,6 +240,7 @@ def test_memory_that_runs_out_is_written_down(run, monkeypatch, capsys):
         ({"model": "no/such/folder"}, "no/such/folder"),
         ({"model": "OTHER"}, "is a qwen2 model; speech is measured for qwen2_5_omni"),
         ({"flags": ["--out", "FILE/x"]}, "prompts.jsonl' cannot be written: "),
+        ({"flags": ["--device", "cuda:77"]}, "device 'cuda:77' cannot be used"),
         ({"flags": ["--save-audio", "FILE/x"]}, "prompts.jsonl/x' cannot be written: "),
     ],
 )
