@@ -180,7 +180,9 @@ class Prefill(Phase):
             return self.then
         candidates = choice.candidates(states, view, tokens.context, sums)
         if max(tokens.context) == 0:
-            memory.append_prompt(tokens, candidates.with_sums(candidates.question))
+            question = candidates.with_sums(candidates.question)  # nothing is chosen: what choices left still holds
+            lasting = {"noted": memory.noted, "merge_threshold": memory.merge_threshold}
+            memory.append_prompt(tokens, replace(question, **lasting))
         elif choice.waits:
             return Waiting(self, candidates, states)
         else:

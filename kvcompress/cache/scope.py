@@ -91,10 +91,12 @@ def context_of(states: States, view: LayerView, context: list[int]) -> Candidate
     else:
         rows = source[:, None, :, None]
         taken = [each.gather(2, rows.expand(-1, each.shape[1], -1, each.shape[3])) for each in whole]
+    is_real = torch.arange(width, device=keys.device) >= empty[:, None]
     masks = {
-        name: None if mask is None else mask.gather(1, source)
-        for name, mask in (("vision", view.vision), ("protected", view.protected), ("groups", view.groups))
+        name: None if mask is None else mask.gather(1, source) & is_real
+        for name, mask in (("vision", view.vision), ("protected", view.protected))
     }
+    masks["groups"] = None if view.groups is None else view.groups.gather(1, source)
     padding = empty[:, None] if min(context) < width else None
     rotary = None if view.rotary is None else view.rotary.columns(source)
     rest = torch.arange(min(context), columns, device=keys.device)  # columns of every row's question, and more

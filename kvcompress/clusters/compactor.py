@@ -53,7 +53,7 @@ class CompactorKVCluster(KVCluster):
         fills, sketches_all = self.of_variant("fills_chunks"), self.of_variant("sketches_all")
         leverage = leverage_scores(view.before_rotation(keys), counted, self.sketch, self.seed, sketches_all)
         votes = value_weighted_votes(queries, keys, values, view, self.chunk_size, counted, self.sinks, fills)
-        blending = on_device(self._blending(view), keys.device)[:, None, None]
+        blending = on_device(self._blending(view), keys.device, torch.float32)[:, None, None]
         scores = blending * standardised(leverage, counted) + standardised(votes, counted)
         return scores.masked_fill(ends, float("inf"))
 

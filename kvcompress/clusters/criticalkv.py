@@ -55,10 +55,10 @@ class CriticalKVCluster(WindowKVCluster):
         budgets = on_device(view.budgets, keys.device)[:, None].expand(scores.shape[:2])
         scores = self.final_scores(scores, view)
         head_budget = view.settings.head_budget or self.head_budget
-        safe = (view.settings.safeguard * budgets).long() if head_budget == "adaptive-kvpress" else 0
+        safe = (view.settings.safeguard * budgets.float()).long() if head_budget == "adaptive-kvpress" else 0
         if head_budget in ADAPTIVE:
             budgets = (self.select(scores, view) >= 0).sum(-1)
-        first = (self.first_stage * budgets).long().clamp(min=safe)
+        first = (self.first_stage * budgets.float()).long().clamp(min=safe)
         sure = ranks(scores, view.padding) < first[..., None]
         weighted = (scores + self.epsilon) * projected_norm(values, view.module, "criticalkv")
         largest = torch.finfo(scores.dtype).max

@@ -47,10 +47,10 @@ class DuoAttentionKVCluster(CalibratedKVCluster):
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         gates = self.known("gates", view, keys.device).clamp(0, 1)
         columns = keys.shape[2]
-        age = torch.arange(columns - 1, -1, -1, device=keys.device)
+        age = torch.arange(columns - 1, -1, -1, dtype=torch.float32, device=keys.device)
         # Streaming tokens come before all gates: sinks in their order, then recent tokens, the latest first.
         scores = torch.where(age < self.recent, 2 - age / self.recent, gates[:, None]).expand(keys.shape[:3])
-        position = torch.arange(columns, device=keys.device)
+        position = torch.arange(columns, dtype=torch.float32, device=keys.device)
         if view.padding is not None:
             position = position - view.padding[..., None]
         scores = torch.where(position < self.sinks, 3 - position / max(self.sinks, 1), scores)

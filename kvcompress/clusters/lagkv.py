@@ -53,7 +53,7 @@ class LagKVCluster(KVCluster):
     @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         sinks, lag, padding, columns = self.sinks, self.lag, view.padding, keys.shape[2]
-        scores = torch.ones(keys.shape[:3], device=keys.device)
+        scores = torch.ones(keys.shape[:3], dtype=torch.float32, device=keys.device)
         partitions = (columns - sinks) // lag
         if partitions > 1:
             parts = slice(sinks, sinks + partitions * lag)
@@ -62,7 +62,7 @@ class LagKVCluster(KVCluster):
                 for states in (keys, values)
             )
             ranks = (of_keys + of_values).argsort(dim=-1, stable=True).argsort(-1)
-            scores[:, :, sinks : parts.stop - lag] = ranks.flatten(2) / lag  # below 1
+            scores[:, :, sinks : parts.stop - lag] = ranks.flatten(2).float() / lag  # below 1
         position = torch.arange(columns, device=keys.device)
         length = columns if padding is None else columns - padding[..., None]
         scored = sinks + ((length - sinks) // lag - 1) * lag  # a row may end before the batch does

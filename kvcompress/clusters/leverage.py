@@ -51,7 +51,8 @@ def inverse_form(vectors: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 def gaussian(head_dim: int, sketch: int, seed: int) -> torch.Tensor:
     """Return a random projection (head_dim, sketch) that preserves lengths on average, the same on any device."""
-    return torch.randn(head_dim, sketch, generator=torch.Generator().manual_seed(seed)) / sketch**0.5
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(head_dim, sketch, generator=generator, dtype=torch.float32) / sketch**0.5
 
 
 @register_method("leverage")

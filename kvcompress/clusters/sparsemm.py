@@ -56,7 +56,7 @@ class SparseMMKVCluster(CalibratedKVCluster):
         # A head with share s keeps the keys with place + 1/2 below s / threshold, that is, s / threshold keys, rounded.
         # The threshold is the same for all heads.
         shares = self.shares(keys.shape[1], view).to(keys.device)
-        return (shares[:, None] / (place + 0.5)).masked_fill(in_window, float("inf"))
+        return (shares[:, None] / (place.float() + 0.5)).masked_fill(in_window, float("inf"))
 
     def shares(self, kv_heads: int, view: LayerView) -> torch.Tensor:
         """Return each KV head's share of the budget beyond the windows, (kv_heads,); 1 on average over all heads."""

@@ -32,10 +32,10 @@ def column_sums_triton(
         padding = torch.zeros(1, 1, dtype=torch.long, device=device)
     padding = padding.expand(batch, kv_heads).contiguous()
     if weights is None:
-        weights = torch.ones(1, 1, device=device).expand(batch, columns)
+        weights = torch.ones(1, 1, device=device, dtype=torch.float32).expand(batch, columns)
     weights = weights.float().contiguous()
     first = (weights != 0).int().argmax(1)
-    sums = torch.empty(batch, heads, columns, device=device)
+    sums = torch.empty(batch, heads, columns, device=device, dtype=torch.float32)
     log_sums = torch.empty_like(sums)
 
     blocks = blocks_of(head_dim, keys.dtype)

@@ -32,7 +32,9 @@ class CAKELayerBudget(LayerBudget):
         return entropy.clamp(min=0) ** (1 / tau1) * variance ** (1 / tau2)
 
     def of_row(self, measured: torch.Tensor, budget: int, length: int, view: LayerView) -> list[int]:
-        window, weights = min(observers(view), budget), measured.tolist()
+        window = min(observers(view), budget)
+        # A layer whose states are not finite has no weight.
+        weights = [0.0 if math.isnan(weight) else weight for weight in measured.tolist()]
         if not all(map(math.isfinite, weights)):
             raise KVCompressError(
                 f"layer_budget='cake': the layers' weights are {shown(weights)}, which fp32 cannot hold: give a larger "

@@ -162,7 +162,7 @@ def blended_shares(scores: torch.Tensor, best: torch.Tensor, total: torch.Tensor
     """
     protected = (scores >= torch.finfo(scores.dtype).max / 2).sum(-1)
     rest = total - protected.sum(-1, keepdim=True)
-    quota = (1 - safeguard) * (best - protected).double() + safeguard * rest / scores.shape[1]
+    quota = (1 - safeguard) * (best - protected).double() + safeguard * rest.float() / scores.shape[1]
     share = (quota + 1e-9).floor()
     over = rest - share.sum(-1, keepdim=True)
     by_remainder = _places((quota - share).argsort(dim=-1, descending=True, stable=True))

@@ -142,5 +142,7 @@ def text_first(scores: torch.Tensor, view: LayerView) -> torch.Tensor:
     tokens are unknown."""
     if view.vision is None:
         return scores
+    if view.settings.head_budget == "shared":  # heads are averaged before vision tokens are ranked below text
+        scores = scores.mean(1, keepdim=True).expand_as(scores)
     below = -1 / scores.clamp(min=torch.finfo(scores.dtype).tiny)
     return torch.where(view.vision_by_head, below, scores)

@@ -13,7 +13,8 @@ from tests.support.families import FAMILIES
 from tests.support.kept import kept_lists
 
 VLM = FAMILIES["llava-onevision"]
-METHODS = ["cam", "capkv", "expected-attention", "h2o", "hindsight", "kvcrush", "kvzip", "random"]
+METHODS = ["cam", "capkv", "compactor", "criticalkv", "duoattention", "expected-attention", "leverage", "sparsemm"]
+METHODS += ["h2o", "hindsight", "kvcrush", "kvzip", "random"]
 METHODS += ["cdpruner", "divprune", "prumerge+", "random-tokens", "sparsevlm"]
 CASES = [{"method": method} for method in METHODS]
 CASES += [{"method": "snapkv", "layer_budget": name} for name in ("entropy", "sparsity", "variance", "vision")]

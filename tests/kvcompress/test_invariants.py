@@ -195,19 +195,29 @@ def test_under_autocast_a_method_computes_in_dtypes_of_its_own(method, monkeypat
 
 @pytest.mark.parametrize(("method", "bad"), paired([*METHODS, *MERGES], [math.nan, math.inf]))
 def test_a_row_whose_states_are_not_finite_gets_nan_logits_and_changes_no_other_row(method, bad):
-    model = FAMILIES["qwen2"].build()
-    inputs = FAMILIES["qwen2"].inputs(model, [30, 24])
-    embeddings = model.get_input_embeddings()(inputs["input_ids"])
-    embeddings[1, 12] = bad
     options = {"method": "snapkv", "merge": method}
     if method not in MERGES:
-        options = {"method": method, **calibration_of(method, model)}
+        options = {"method": method, **calibration_of(method, FAMILIES["qwen2"].build())}
+    check_a_row_that_is_not_finite(24, bad, options)
+
+
+@pytest.mark.parametrize(("rule", "bad"), paired(sorted(list_layer_budgets()), [math.nan, math.inf]))
+def test_neither_does_it_where_layers_share_by_what_is_measured_of_rows_without_pads(rule, bad):
+    if rule != "vision":  # text has no vision tokens to measure
+        check_a_row_that_is_not_finite(30, bad, {"method": "snapkv", "window_size": 4, "layer_budget": rule})
+
+
+def check_a_row_that_is_not_finite(length: int, bad: float, options: dict[str, object]) -> None:
+    model = FAMILIES["qwen2"].build()
+    inputs = FAMILIES["qwen2"].inputs(model, [30, length])
+    embeddings = model.get_input_embeddings()(inputs["input_ids"])
+    embeddings[1, 12] = bad
     logits = []
     for rows in (2, 1):
         prompt = {"inputs_embeds": embeddings[:rows], "attention_mask": inputs["attention_mask"][:rows]}
         with torch.no_grad(), kvcompress.compress(model, ratio=0.3, decode_ratio=0.3, **options) as session:
             model(**prompt)
-            positions = torch.tensor([[30], [24]])[:rows]
+            positions = torch.tensor([[30], [length]])[:rows]
             tokens = torch.tensor([[20], [21]])[:rows]
             steps = [
                 model(tokens, past_key_values=session.cache, position_ids=positions + step).logits for step in range(2)

@@ -123,6 +123,11 @@ def test_text_ranks_above_vision_and_each_kind_keeps_its_order(scores, seed):
     by_score = images[..., plain[0, 0, vision[0]].argsort()]
     assert torch.equal(by_score, by_score.sort(-1).values)
     assert torch.equal(text, plain[:, :, ~vision[0]])
+    if len(scores) > 1:  # of heads that keep the same, the mean counts: one that ignores a token cannot rank it last
+        heads, shared = torch.stack([plain[0, 0], plain[0, 0].flip(0)])[None], Settings(head_budget="shared")
+        both = text_first(heads, dataclasses.replace(prompt, settings=shared))
+        mean = heads.mean(1, keepdim=True).expand_as(heads)
+        assert torch.equal(both, text_first(mean, prompt))
     small = torch.tensor([[[1e-9, 1.1e-9]]])
     assert text_first(small, dataclasses.replace(prompt, vision=torch.tensor([[True, True]]))).diff() > 0
 

@@ -183,6 +183,24 @@ def test_layers_that_slide_go_on_from_a_known_context():
     assert prefixes.reused_tokens == 63 - ASKS
 
 
+@pytest.mark.parametrize("method", ["tgv-kv", "prefixkv", "snapkv:d2o"])
+def test_what_a_choice_left_for_evictions_while_decoding_outlives_the_question(method):
+    name, _, merge = method.partition(":")
+    model, found = QWEN2.build(), []
+    inputs = QWEN2.inputs(model, [63])
+    options = {"decode_budget": 40, **({"merge": merge} if merge else {})}
+    context = {each: part[:, :-ASKS] for each, part in inputs.items()}
+    for prompt, scope in ((context, {}), (inputs, FIRST)):
+        with kvcompress.compress(model, name, 0.4, **options, **scope) as session, torch.no_grad():
+            model(**prompt)
+        found.append([(layer.memory.noted, layer.memory.merge_threshold) for layer in session.cache.layers])
+    for alone, asked in zip(*found, strict=True):
+        assert any(part is not None for part in alone)
+        for expected, ours in zip(alone, asked, strict=True):
+            assert (expected is None) == (ours is None)
+            assert expected is None or torch.equal(expected, ours)
+
+
 def test_a_shared_prefill_is_not_taken_for_it():
     model, known = QWEN2.build(), None
     inputs = QWEN2.inputs(model, [63])
