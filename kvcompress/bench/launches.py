@@ -192,7 +192,8 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
             with metering() as meter:
                 rows.append(count(model, name, make, meter, *sizes))
     names = ("length", "batch", "new", "dtype")
-    settings = {"model": given.model or given.shape, **{name: getattr(given, name) for name in names}}
+    settings = {"model": given.model or given.shape, "cut": CUT if "config" in origin else {}}
+    settings |= {name: getattr(given, name) for name in names}
     content = about(["kvcompress", "bench", "launches", *arguments], settings, where)
     results = Results(given.out.with_suffix(".json"), content, resume=False, parts=("rows",))
     for row in rows:
@@ -204,10 +205,12 @@ def markdown(content: dict[str, Any], rows: list[Row], is_there: bool, lines: in
     """Return the page: a table with its explanation, and the most expensive lines."""
     settings = content["settings"]
     where = "counted by the profiler" if is_there else "counted on a pretended CUDA device"
+    cut = "".join(f" {name}={value}" for name, value in settings["cut"].items())
+    cut = f" The shape's layers, with{cut}: the same kernels, fewer bytes." if cut else ""
     what = (
         f"One decode step behind {settings['length']} tokens, batch {settings['batch']}, {settings['dtype']}, {where}. "
         "Kernels per layer are those of the whole pass over the number of layers. Waits: times that the host waits for "
-        "the device."
+        f"the device.{cut}"
     )
     cells = [row.cells() for row in rows]
     parts = [what, table(list(cells[0]), [list(row.values()) for row in cells], names=1)]

@@ -1,5 +1,6 @@
 """The state of a request while its prompt is prefilled, at once or in pieces, and while it decodes."""
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -135,5 +136,6 @@ class RequestState:
         )
 
     def failed(self, error: Exception) -> Answer:
-        """Return the answer of a request that ended with an error."""
+        """Return the answer of a request that ended with an error, whose frames then hold no tensors."""
+        traceback.clear_frames(error.__traceback__)
         return Answer(self.index, torch.tensor([], dtype=torch.long), error, self.waited_s)

@@ -1,6 +1,8 @@
 """The schedule of requests in flight: prompts, or pieces of them, and decode steps take turns."""
 
 import logging
+import traceback
+import weakref
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -325,6 +327,22 @@ def test_a_listener_that_raises_ends_its_request_alone():
     answers = run(model, requests, max_new_tokens=6)
     assert isinstance(answers[0].error, ZeroDivisionError)
     assert answers[1].tokens.tolist() == alone(model, prompts[1], 6)
+
+
+def test_an_error_that_is_kept_keeps_no_tensors_of_its_pass():
+    model, held = QWEN2.build(), []
+
+    def fails(module, args, kwargs):
+        large = torch.zeros(10)
+        held.append(weakref.ref(large))
+        raise ValueError(large.shape)
+
+    handle = model.model.layers[1].mlp.register_forward_pre_hook(fails, with_kwargs=True)
+    (answer,) = run(model, [Request(QWEN2.inputs(model, [40]))], max_new_tokens=2)
+    handle.remove()
+    assert isinstance(answer.error, ValueError)
+    assert held[0]() is None
+    assert "in fails" in "".join(traceback.format_exception(answer.error))
 
 
 def test_requests_may_be_a_queue_that_has_none_for_a_while():
