@@ -295,12 +295,16 @@ class CompressedLayer(CacheLayerMixin):
         """See `Phase.mask`."""
         return self._phase.mask(query_length, rows)
 
-    @torch.no_grad()
     def after_attention(self, queries: torch.Tensor, scaling: float, module: torch.nn.Module) -> None:
         """Compress a staged prompt; while decoding, evict when it is due.
 
         `queries` are (batch, heads, new, head_dim), and `module` is the model's attention module."""
         rotary, self._rotary = self._rotary, None
+        if self._phase is not self._decoding or self._decoding.has_work:
+            self._work_on(queries, scaling, module, rotary)
+
+    @torch.no_grad()
+    def _work_on(self, queries: torch.Tensor, scaling: float, module: torch.nn.Module, rotary: Rotary | None) -> None:
         if rotary is not None:  # it is on the first layer's device
             rotary = rotary.to(queries.device)
         states = States(queries, scaling, module, rotary)

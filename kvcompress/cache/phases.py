@@ -76,6 +76,7 @@ class Decoding(Phase):
     def __init__(self, choice: Choice, memory: Memory, hiding: Hiding | None):
         super().__init__(choice, memory)
         self._evicts, self._hiding = choice.policy.decode is not None, hiding
+        self.has_work = self._evicts or hiding is not None  # after the attention
 
     @property
     def hidden(self) -> torch.Tensor | None:
