@@ -24,6 +24,8 @@ from kvcompress.tokens import TokenMethod
 from lmms_eval_plugins.cells.identity import code_identity
 from lmms_eval_plugins.cells.results import write_text
 
+from .learned import digest
+
 RATIOS = (0.5, 0.2, 0.1, 0.05)
 
 
@@ -194,6 +196,13 @@ class Answers:
         stored = {"task": self.identity, "right": self.right, "refused": self.refused, "kept": self.kept}
         write_text(self.path, json.dumps(stored, indent=0, sort_keys=True) + "\n")
 
+    def drop_incomplete(self, cell: Cell, task: Task) -> None:
+        """Forget answers that end within a batch, those of a call with fewer questions."""
+        found = len(self.of(cell, task.questions))
+        if found < task.questions and found % task.batch_size:
+            del self.right[cell.key]
+            self.kept.pop(cell.key, None)
+
     def of(self, cell: Cell, questions: int) -> np.ndarray:
         return np.array(_numbers(self.right.get(cell.key, ""))[:questions])
 
@@ -208,6 +217,8 @@ def compute(
     """Compute missing answers batch by batch: the prefill once, then each cell from it. `prompts`: prefills by task and
     first question, to reuse in another call."""
     cells = list({cell.key: cell for cell in cells}.values())  # a duplicate would be answered twice
+    for cell in cells:
+        answers.drop_incomplete(cell, task)
     for start in range(0, task.questions, task.batch_size):
         batch = slice(start, min(start + task.batch_size, task.questions))
         missing = [
@@ -231,12 +242,16 @@ def compute(
 def learned(file: Path) -> dict[str, str]:
     """Return the option that gives a method its calibration, or the checkpoint that a note names.
 
-    Raises FileNotFoundError if the checkpoint is not there."""
+    Raises FileNotFoundError if the checkpoint is not there, and KVCompressError if it is another one."""
     if file.suffix != ".json":
         return {"calibration": str(file)}
     note = json.loads(file.read_text(encoding="utf-8"))
-    if not Path(note["checkpoint"]).exists():
-        raise FileNotFoundError(f"{note['checkpoint']} is missing: {note['made by']}")
+    checkpoint = Path(note["checkpoint"])
+    if not checkpoint.exists():
+        raise FileNotFoundError(f"{checkpoint} is missing: {note['made by']}")
+    if (found := digest(checkpoint)) != note["sha256"]:
+        what = f"{checkpoint} is not the checkpoint of {file}: its SHA-256 is {found}"
+        raise kvcompress.KVCompressError(f"{what}; {note['made by']}")
     return {"checkpoint": note["checkpoint"]}
 
 

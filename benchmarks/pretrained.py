@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcompress.errors import KVCompressError, loading
+from kvcompress.files import replacing
 from kvcompress.flag_types import path
 
 from .driver import new_parser, start
@@ -72,15 +73,20 @@ def load_named(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def export(name: str, folder: Path) -> Path:
-    """Write one of `LOADERS` as a checkpoint in transformers' own format, unless it exists; return the folder."""
+    """Write one of `LOADERS` as a checkpoint in transformers' own format, whole, unless it exists; return the folder.
+
+    Raises KVCompressError if the folder holds anything else."""
     if not (folder / "model.safetensors").is_file():
+        if folder.exists() and any(folder.iterdir()):
+            raise KVCompressError(f"{folder} holds other files than a checkpoint: give an empty folder")
         model, tokenizer = LOADERS[name]()
         plain = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
         plain.load_state_dict(model.state_dict())
         if hasattr(plain.config, "quantization_config"):  # from the GGUF file
             del plain.config.quantization_config
-        tokenizer.save_pretrained(folder)
-        plain.save_pretrained(folder)
+        with replacing(folder) as draft:
+            tokenizer.save_pretrained(draft)
+            plain.save_pretrained(draft)
     return folder
 
 

@@ -71,7 +71,11 @@ _install() { # ENVIRONMENT IS_OURS EXTRAS...
     [ -n "$missing" ] || return 0
     echo "Installing kvcompress[$missing] into $environment (the first time about 3 GB to download)" >&2
     if [ ! -x "$PYTHON" ]; then
-        "$(_find_python)" -m venv "$environment" >&2
+        if ! "$(_find_python)" -m venv "$environment" >&2; then
+            rm -rf "$environment" # half of one would pass for whole
+            echo "error: $environment could not be created" >&2
+            return 1
+        fi
     fi
     : >"$log"
     if [ "$is_ours" = yes ]; then constraints="--constraint=constraints.txt"; fi

@@ -33,6 +33,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--only",
         type=label,
+        action="append",
+        default=[],
         metavar="PART=VALUE,...",
         help="model=, task=, method=, ratio=; repeat one to allow several values",
     )

@@ -23,9 +23,9 @@ def reproduce(flags: argparse.Namespace, extra: list[str]) -> int:
     config, path = load_config(flags.name, flags.model_root)
     reference = load_reference(config, path)
     extra += [f"--output_path={flags.output_path}"] + (["--limit", str(flags.limit)] if flags.limit else [])
-    cells, runs = plan(config, parse_only(flags.only or "", config), extra)
+    cells, runs = plan(config, parse_only(",".join(flags.only), config), extra)
     if not cells:
-        raise UsageError(f"--only {flags.only}: no cell matches all of these")
+        raise UsageError(f"--only {','.join(flags.only)}: no cell matches all of these")
     run_of = {cell.key: run for run in runs for cell in run.cells}
     reasons = {cell.key: cannot_run(cell, run_of.get(cell.key)) for cell in cells}
     if flags.dry_run:

@@ -3,13 +3,15 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kvcompress
 from benchmarks import method_cells, method_table
-from benchmarks.method_cells import BY_RATIO, FULL, RATIOS, Answers, Cell, Column, Protocol, cells_of, compute
+from benchmarks.learned import digest
+from benchmarks.method_cells import BY_RATIO, FULL, RATIOS, Answers, Cell, Column, Protocol, cells_of, compute, learned
 from benchmarks.method_table import Estimate, markdown, rows_of, sign_test
 from benchmarks.method_tasks import QUERY_AWARE
 from benchmarks.retrieval import OPENING, draw_examples, draw_names, numbered, share_repeated
@@ -36,6 +38,16 @@ def test_a_cell_that_is_named_twice_is_answered_once(task, answers):
     one_batch = replace(task, questions=task.batch_size)
     compute(one_batch, 2 * cells_of(one_batch, ["knorm"]), answers)
     assert {len(right) for right in answers.right.values()} == {task.batch_size}
+
+
+def test_answers_of_a_call_with_fewer_questions_that_end_within_a_batch_are_asked_again(task, answers):
+    cells = cells_of(task, ["knorm"])
+    compute(replace(task, questions=task.batch_size + 1), cells, answers)
+    compute(task, cells, answers)
+    assert all(len(answers.of(cell, 10**6)) == task.questions for cell in cells)
+    whole = Answers(answers.path.with_name("whole.json"), answers.identity)
+    compute(task, cells, whole)
+    assert (answers.right, answers.kept) == (whole.right, whole.kept)
 
 
 def test_a_second_run_computes_only_what_is_missing(task, tmp_path, monkeypatch):
@@ -263,7 +275,8 @@ def test_a_method_that_needs_a_calibration_answers_where_there_is_one(task, answ
 
 def test_a_learned_method_answers_with_the_checkpoint_that_its_note_names(task, answers, tmp_path):
     task, checkpoint = replace(task, calibrations=tmp_path), checkpoint_for("kvzap", task.model)
-    note = {"checkpoint": str(tmp_path / "kvzap"), "sha256": "1", "made by": "kvcompress train kvzap"}
+    sha256 = digest(Path(checkpoint))
+    note = {"checkpoint": str(tmp_path / "kvzap"), "sha256": sha256, "made by": "kvcompress train kvzap"}
     (tmp_path / "kvzap.json").write_text(json.dumps(note))
     cells = cells_of(task, ["kvzap"])
     with pytest.raises(FileNotFoundError, match="kvzap is missing: kvcompress train kvzap"):
@@ -274,3 +287,5 @@ def test_a_learned_method_answers_with_the_checkpoint_that_its_note_names(task, 
     key = cells[0].key
     (tmp_path / "kvzap.json").write_text(json.dumps(note | {"sha256": "2"}))
     assert cells[0].key != key
+    with pytest.raises(kvcompress.KVCompressError, match=f"its SHA-256 is {sha256}; kvcompress train kvzap"):
+        learned(tmp_path / "kvzap.json")

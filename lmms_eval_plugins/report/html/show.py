@@ -27,6 +27,7 @@ from ...cells.plan import Plan
 from ...cells.results import Cell
 from ...cells.run import load_model
 from ...evaluate import parse
+from ...model.input_methods import INPUT_METHODS
 from ...model.lm import KVCompressLM
 from ..groups import Group, question_frame
 from ..plots import wrapped
@@ -57,6 +58,11 @@ def show(given: argparse.Namespace) -> None:
     set_offline(request)
     plan = Plan.of(request)
     plan.check_machine(1)
+    for cell, _ in plan.cells:
+        if cell.method in INPUT_METHODS:
+            raise KVCompressError(
+                f"method {cell.method!r} evicts nothing, it changes the input: there is nothing to show"
+            )
     lm = load_model(plan.arguments)
     lm.progress_bar = lambda total: tqdm(total=total, disable=True)
     answers = [answer(lm, image, given.question, cell, options) for cell, options in plan.cells]

@@ -239,11 +239,12 @@ def test_budgets_take_the_place_of_ratios(configuration):
         ("ratio=1", ["one m full 1"]),
         ("method=KNORM,ratio=0.50", ["one m knorm 0.5"]),
         ("task=one,method=Full,method=knorm,ratio=1,ratio=0.5", ["one m full,knorm 0.5"]),
+        ("task=one;ratio=0.5;method=knorm", ["one m knorm 0.5"]),
         ("task=Judged", []),
     ],
 )
 def test_only_takes_names_of_the_paper_and_ours(configuration, executed, only, expected):
-    main([configuration(), "--only", only])
+    main([configuration(), *(word for part in only.split(";") for word in ("--only", part))])
     assert [" ".join(argv[:4]) for argv in executed] == expected
 
 
