@@ -60,9 +60,7 @@ def show(given: argparse.Namespace) -> None:
     plan.check_machine(1)
     for cell, _ in plan.cells:
         if cell.method in INPUT_METHODS:
-            raise KVCompressError(
-                f"method {cell.method!r} evicts nothing, it changes the input: there is nothing to show"
-            )
+            raise KVCompressError(f"method {cell.method!r} changes the input and evicts nothing: nothing to show")
     lm = load_model(plan.arguments)
     lm.progress_bar = lambda total: tqdm(total=total, disable=True)
     answers = [answer(lm, image, given.question, cell, options) for cell, options in plan.cells]

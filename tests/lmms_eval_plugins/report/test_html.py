@@ -464,6 +464,12 @@ def test_show_writes_the_overlay_of_one_image(clean_process, tmp_path, capsys):
         assert picture.width > 600
 
 
+def test_a_method_that_changes_the_input_has_nothing_to_show(clean_process, capsys):
+    Image.new("RGB", (20, 20)).save("a.png")
+    assert main(["show", "a.png", "What is it?", "--method", "snapkv,downsample"]) == 2
+    assert "method 'downsample' changes the input and evicts nothing" in capsys.readouterr().err
+
+
 def test_a_picture_is_dark_where_patches_were_evicted():
     one = entry(0, 0.5)
     kept = np.zeros(SIDE * SIDE)
