@@ -165,7 +165,7 @@ def test_ragged_entries_are_as_on_the_cpu_whatever_is_done_with_them(device, see
 
 @pytest.mark.parametrize("is_ragged", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_8_bit_floats_are_as_on_the_cpu_whatever_is_done_with_them(device, is_ragged, dtype):
+def test_8_bit_floats_are_as_on_the_cpu_whatever_is_done_with_them(cuda, is_ragged, dtype):
     """The same bytes; a step attends to them where they lie as to those that are read."""
     draw, generator = random.Random(0), torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 2, 3, 30, 16, generator=generator).to(dtype)
@@ -174,7 +174,7 @@ def test_8_bit_floats_are_as_on_the_cpu_whatever_is_done_with_them(device, is_ra
         indices[0, 1, :11] = indices[1, 0, :25] = -1
     totals = (indices >= 0).sum((1, 2)).tolist()
     stored = [
-        Fp8Storage(*(part.to(where) for part in (keys, values, indices)), None, 2, totals) for where in ("cpu", device)
+        Fp8Storage(*(part.to(where) for part in (keys, values, indices)), None, 2, totals) for where in ("cpu", cuda)
     ]
     assert [each.decodes_in_place for each in stored] == [False, True]
     for change in draw.choices(["append", "append two", "select", "decode", "decode"], k=40):
@@ -197,7 +197,7 @@ def test_8_bit_floats_are_as_on_the_cpu_whatever_is_done_with_them(device, is_ra
             mask = None if visible is None else visible.repeat_interleave(2, 1)[:, :, None]
             whole = (part.float().repeat_interleave(2, 1) for part in read)
             expected = torch.nn.functional.scaled_dot_product_attention(query.float(), *whole, mask, scale=0.3)
-            found = stored[1].decode(query.to(device), 0.3).cpu().float()
+            found = stored[1].decode(query.to(cuda), 0.3).cpu().float()
             torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
