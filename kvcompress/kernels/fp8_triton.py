@@ -18,7 +18,8 @@ def pack_behind_triton(
     values: torch.Tensor,
     scales: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """As in fp8.py."""
+    """Pack vectors (batch, kv_heads, new, dim) into `packed_keys` and `packed_values`, contiguous uint8 (rows, dim):
+    those of each segment from the row on that `ends`, LongTensor (batch * kv_heads,), and `first` add up to."""
     new, (key_dim, value_dim) = keys.shape[2], (keys.shape[3], values.shape[3])
     count = ends.numel() * new
     with torch.cuda.device_of(keys):  # triton launches on the current device

@@ -64,27 +64,12 @@ def test_triton_lays_entries_out_as_pytorch_does(cuda, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_triton_decodes_packed_entries_as_the_reference(cuda, dtype):
+@pytest.mark.parametrize(
+    "check", [check_turboquant_triton, check_turboquant_pack_triton, check_fp8_triton, check_fp8_pack_triton]
+)
+def test_triton_packs_tokens_and_decodes_packed_entries_as_the_reference(cuda, check, dtype):
     pytest.importorskip("triton")
-    check_turboquant_triton(dtype, "cuda")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_triton_decodes_8_bit_floats_as_the_reference(cuda, dtype):
-    pytest.importorskip("triton")
-    check_fp8_triton(dtype, "cuda")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_triton_packs_tokens_as_8_bit_floats_as_pytorch_does(cuda, dtype):
-    pytest.importorskip("triton")
-    check_fp8_pack_triton(dtype, "cuda")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_triton_packs_tokens_as_the_reference(cuda, dtype):
-    pytest.importorskip("triton")
-    check_turboquant_pack_triton(dtype, "cuda")
+    check(dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,7 +2,7 @@
 
 import torch
 
-from ...kernels.fp8 import fp8_decode, has_kernels, pack, pack_behind, scale_of, unpack
+from ...kernels.fp8 import has_kernels, pack, scale_of, unpack
 from ...scoring.layer_view import all_slots
 from .packed import PackedStorage
 from .store import store
@@ -36,12 +36,17 @@ class Fp8Storage(PackedStorage):
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if not has_kernels(keys.device):
             return super().append(keys, values)
+        from ...kernels.fp8_triton import pack_behind_triton
+
         ends, first = self.inner.claim(keys.shape[2])
         packed = (part.view(-1, part.shape[-1]) for part in (self.inner.keys, self.inner.values))
-        pack_behind(*packed, ends, first, keys, values, self.scales)
+        pack_behind_triton(*packed, ends, first, keys, values, self.scales)
 
     def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        return fp8_decode(query, *self.inner.segments(), self.scales, scaling, self.inner.behind)
+        from ...kernels.ragged_decode_triton import ragged_decode_triton
+
+        segments, behind = self.inner.segments(), self.inner.behind
+        return ragged_decode_triton(query, *segments, scaling, scales=self.scales, appended=behind)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         parts = zip(self.inner.read(), self.scales, strict=True)
