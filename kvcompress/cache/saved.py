@@ -39,7 +39,7 @@ from .storage.static import StaticStorage
 from .storage.think import ThinKStorage
 from .storage.turboquant import TurboQuantStorage
 
-FORMAT = 1  # increase when trees of this format would be misread
+FORMAT = 2  # increase when trees of this format would be misread
 KEY = "kvcompress_cache"
 STORAGES = (DenseStorage, RaggedStorage, StaticStorage, QuantizedStorage, TurboQuantStorage, ThinKStorage)
 STORAGES += (Fp8Storage, OffloadedStorage)

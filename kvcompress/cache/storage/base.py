@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 
+from ...errors import KVCompressError
 from ...scoring.layer_view import Kept
 
 LEAST_ROOM = 32
@@ -118,6 +119,11 @@ class Storage(ABC):
             elif isinstance(part, Storage):
                 setattr(twin, name, part.fork())
         return twin
+
+
+def full(room: int) -> KVCompressError:
+    """Return the error of a storage that has no room behind its `room` appended tokens."""
+    return KVCompressError(f"the static cache is full: it has room for max_new_tokens={room} tokens after a prompt")
 
 
 def spare(length: int) -> int:

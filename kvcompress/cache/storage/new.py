@@ -30,25 +30,31 @@ def new_storage(
 
     `indices` is None for a cache that keeps everything, which may hold `pads`; `channels` is as in `ThinKStorage`, for
     `think`; other arguments are as in `DenseStorage` and `store`."""
-    kind, device = engine.cache_implementation, keys.device
-    if kind == "offloaded" and device.type == "cuda":
+    kind = engine.cache_implementation
+    if kind.startswith("offloaded"):
+        return _offloaded(kind, keys, values, indices, pads, room, totals)
+    if kind == "static":
+        return StaticStorage(keys, values, indices, pads, room)
+    if kind == "quantized" and engine.kv_backend == "turboquant":
+        return TurboQuantStorage(keys, values, indices, pads, engine.kv_bits, room, totals)
+    if kind == "quantized" and engine.kv_backend == "fp8":
+        return Fp8Storage(keys, values, indices, pads, room, totals)
+    if kind == "quantized":
+        return QuantizedStorage(keys, values, indices, pads, engine.quantizer, engine.kv_residual, totals)
+    if kind == "think":
+        return ThinKStorage(keys, values, indices, pads, channels, engine.key_recent, room, totals)
+    return store(keys, values, indices, pads, room, totals)
+
+
+def _offloaded(kind: str, keys, values, indices, pads, room: int | None, totals) -> OffloadedStorage:
+    """Create the storage of entries in CPU memory. On CUDA they move there without a wait, if the host knows sizes."""
+    device, limit = keys.device, room if kind == "offloaded_static" else None
+    if device.type == "cuda" and limit is None:
         room = 0  # new tokens wait on the device, and room would be copied to it in every step
-    is_dense = indices is None or totals == all_slots(indices)
-    if kind == "offloaded" and not is_dense and totals is not None and device.type == "cuda":
+    if indices is None or totals == all_slots(indices):
+        return OffloadedStorage(store(keys, values, indices, pads, room, totals), device, limit)
+    if totals is not None and device.type == "cuda":
         parts = [lasting(part.to, "cpu", non_blocking=True) for part in (keys, values, indices)]  # into pinned memory
-        return OffloadedStorage(partial(store, *parts, pads, room, totals), device)
-    if kind.startswith("offloaded") and not (kind == "offloaded" and is_dense):  # dense ones move without a wait
-        keys, values, indices, pads = (None if t is None else t.cpu() for t in (keys, values, indices, pads))
-    if kind in ("static", "offloaded_static"):
-        storage = StaticStorage(keys, values, indices, pads, room)
-    elif kind == "quantized" and engine.kv_backend == "turboquant":
-        storage = TurboQuantStorage(keys, values, indices, pads, engine.kv_bits, room, totals)
-    elif kind == "quantized" and engine.kv_backend == "fp8":
-        storage = Fp8Storage(keys, values, indices, pads, room, totals)
-    elif kind == "quantized":
-        storage = QuantizedStorage(keys, values, indices, pads, engine.quantizer, engine.kv_residual, totals)
-    elif kind == "think":
-        storage = ThinKStorage(keys, values, indices, pads, channels, engine.key_recent, room, totals)
-    else:
-        storage = store(keys, values, indices, pads, room, totals)
-    return OffloadedStorage(storage, device) if kind.startswith("offloaded") else storage
+        return OffloadedStorage(partial(store, *parts, pads, room, totals), device, limit)
+    keys, values, indices, pads = (None if part is None else part.cpu() for part in (keys, values, indices, pads))
+    return OffloadedStorage(store(keys, values, indices, pads, room, totals), device, limit)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ...device import on_device
-from .base import Storage, lasting, with_appended
+from .base import Storage, full, lasting, with_appended
 from .dense import DenseStorage
 
 TAIL = 64  # decoded tokens of a layer that are copied from the device together
@@ -39,10 +39,11 @@ class OffloadedStorage(Storage):
         inner: a storage on the CPU; a dense one on the device, which is moved; or a function that makes one on the CPU
             of tensors on their way there, and is called when it is needed.
         device: the device on which the model computes.
+        room: number of tokens that can be appended; None for any.
     """
 
-    def __init__(self, inner: Storage | Callable[[], Storage], device: torch.device):
-        self._inner, self.device = inner, device
+    def __init__(self, inner: Storage | Callable[[], Storage], device: torch.device, room: int | None = None):
+        self._inner, self.device, self.room = inner, device, room
         self._left: torch.cuda.Event | None = None  # after this event the inner storage is in CPU memory
         self.fetched: tuple[torch.Tensor, ...] | None = None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -93,10 +94,6 @@ class OffloadedStorage(Storage):
         return self._moving.length + self._tail_length
 
     @property
-    def filled(self) -> int:
-        return self._moving.filled + self._tail_length
-
-    @property
     def is_whole(self) -> bool:
         return self._moving.is_whole
 
@@ -106,7 +103,7 @@ class OffloadedStorage(Storage):
 
     @property
     def appended(self) -> int:
-        return int(self._moving.appended) + self._tail_length
+        return self._moving.appended + self._tail_length
 
     def prefetch(self) -> None:
         """Start copying the entries to the device while it computes."""
@@ -126,17 +123,16 @@ class OffloadedStorage(Storage):
         return tuple(part.to(self.device, non_blocking=True)[:, :, : self._inner.length] for part in buffers)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if self.stream is not None and not self._moving.has_fixed_shapes:
+        if self.room is not None:
+            self.check_room(self.appended + keys.shape[2])
+        if self.stream is None:
+            self.inner.append(keys.cpu(), values.cpu())
+        else:
             self.tail.append((keys.detach(), values.detach()))
-            return
-        self.inner.append(keys.cpu(), values.cpu())
-        if self.fetched is not None:  # the buffers have room
-            first = self.inner.entries + int(self.inner.appended) - keys.shape[2]
-            for buffer, part in zip(self._wait_for_fetched(), (keys, values), strict=True):
-                buffer[:, :, first : first + keys.shape[2]] = part
 
     def check_room(self, appended: int) -> None:
-        self._moving.check_room(appended)
+        if self.room is not None and appended > self.room:
+            raise full(self.room)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.stream is None:
@@ -208,11 +204,11 @@ class OffloadedStorage(Storage):
         self.fetched = self._leaving = None
 
     def state(self) -> dict[str, object]:
-        return {"inner": self.inner, "tail": self.tail}
+        return {"inner": self.inner, "tail": self.tail, "room": self.room}
 
     @classmethod
     def of_state(cls, state: dict[str, object], device: torch.device) -> "OffloadedStorage":
-        made = cls(state["inner"], device)
+        made = cls(state["inner"], device, state["room"])
         if made.stream is not None:
             made.tail = state["tail"]
         else:  # saved on CUDA; without it, everything is in CPU memory

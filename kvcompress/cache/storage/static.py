@@ -3,10 +3,9 @@
 import torch
 import torch.nn.functional as F
 
-from ...errors import KVCompressError
 from ...kernels.ragged_decode import has_triton
 from ...kernels.static_decode import static_decode
-from .base import Storage, lasting, roomy, rows_of
+from .base import Storage, full, lasting, roomy, rows_of
 
 
 class StaticStorage(Storage):
@@ -73,7 +72,7 @@ class StaticStorage(Storage):
         new = keys.shape[2]
         if not torch.compiler.is_compiling():
             if new > self._left:
-                raise self._is_full()
+                raise full(self.capacity - self.entries)
             self._left -= new
         if self._counts:
             self.appended.add_(new)
@@ -84,11 +83,7 @@ class StaticStorage(Storage):
 
     def check_room(self, appended: int) -> None:
         if appended > self.capacity - self.entries:
-            raise self._is_full()
-
-    def _is_full(self) -> KVCompressError:
-        room = self.capacity - self.entries
-        return KVCompressError(f"the static cache is full: it has room for max_new_tokens={room} tokens after a prompt")
+            raise full(self.capacity - self.entries)
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the latest appended tokens to their slots."""

@@ -16,10 +16,12 @@ from tests.support.docs import ROOT
 
 EVICTING = ":decode_budget=16:decode_interval=4"
 OFFLOADED = ":cache_implementation=offloaded"
+OFFLOADED_STATIC = ":cache_implementation=offloaded_static"
 TURBOQUANT = ":cache_implementation=quantized:kv_backend=turboquant"
 FP8 = ":cache_implementation=quantized:kv_backend=fp8"
 THINK = ":cache_implementation=think:key_channels=0.6"
 QUANTO = ":cache_implementation=quantized:kv_backend=quanto"
+HQQ = ":cache_implementation=quantized:kv_backend=hqq"
 LAYERS = 4
 
 
@@ -49,6 +51,8 @@ BUDGETS = {
     f"full{OFFLOADED}": Budget(in_flight=None),
     f"snapkv{OFFLOADED}": Budget(in_flight=None),
     f"adakv{OFFLOADED}": Budget(in_flight=None),
+    f"snapkv{OFFLOADED_STATIC}": Budget(in_flight=None),
+    f"adakv{OFFLOADED_STATIC}": Budget(in_flight=None),
     # One kernel packs a token, one rotates queries; outputs are rotated where parts are combined.
     f"snapkv{TURBOQUANT}": Budget(step=1, in_flight=None),
     f"adakv{TURBOQUANT}": Budget(step=2, in_flight=None),
@@ -70,6 +74,11 @@ if find_spec("optimum"):  # pip install -e .[quantized]
         # The first step creates a table of the blocks.
         f"full{QUANTO}": Budget(step=1, eviction=2, in_flight=None),
         f"adakv{QUANTO}": Budget(step=1, eviction=4, in_flight=None),
+    }
+if find_spec("hqq"):
+    BUDGETS |= {
+        f"full{HQQ}": Budget(step=1, eviction=2, in_flight=None),
+        f"adakv{HQQ}": Budget(step=1, eviction=4, in_flight=None),
     }
 
 
