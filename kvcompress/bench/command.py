@@ -12,14 +12,16 @@ from ..command_line import Parser
 from ..flag_types import fraction, label, positive, whole
 from .flags import SPEC, add_flags
 
-# What `bench launches` counts by default: one method of each kind of eviction, and every storage.
+# What `bench launches` counts by default: one method of each kind of eviction, and every storage without a package of
+# its own.
 EVICTING = ":decode_budget=64:decode_interval=4"
 PACKED = ":cache_implementation=quantized:kv_backend=turboquant"
 FP8 = ":cache_implementation=quantized:kv_backend=fp8"
+STORAGES = (":cache_implementation=offloaded", ":cache_implementation=offloaded_static", ":cache_implementation=think")
 LAUNCHED = (
     *("full", "snapkv", "h2o", "adakv", "full:cache_implementation=static", "snapkv:cache_implementation=static"),
     *(f"{name}{EVICTING}" for name in ("streamingllm", "h2o", "r-kv", "adakv")),
-    *("snapkv:cache_implementation=offloaded", f"snapkv{PACKED}", f"adakv{PACKED}", f"snapkv{FP8}", f"adakv{FP8}"),
+    *(f"{name}{storage}" for storage in (*STORAGES, PACKED, FP8) for name in ("snapkv", "adakv")),
 )
 
 

@@ -238,8 +238,8 @@ class Reader:
         if is_dataclass(kind):
             return kind(**self._value(state, device))
         if kind is OffloadedStorage:
-            inner, tail = state["dict"]
-            return kind.of_state(dict(inner=self._value(inner[1], CPU), tail=self._value(tail[1], device)), device)
+            parts = {part: self._value(each, CPU if part == "inner" else device) for part, each in state["dict"]}
+            return kind.of_state(parts, device)
         return kind.of_state(self._value(state, device), device)
 
     def _tensor(self, name: str, device: torch.device) -> torch.Tensor:

@@ -6,6 +6,8 @@ the query heads of one KV head over one part of one segment and leaves its unnor
 second kernel combines the parts.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,7 @@ BLOCK_BYTES = 16384  # of a block of keys; the kernel then needs at most 83 KB o
 MOST_SPLITS = 64
 PROGRAMS_PER_PROCESSOR = 4
 STAGES = 3  # blocks on their way to shared memory; Triton's default
+FEW_CHANNELS_STAGES = 2  # whose rows are not aligned: with three, a register spills
 PACKED_NUMBERS = 4096  # of a block of keys that is unpacked
 PACKED_STAGES = 1  # a block is loaded bit by bit: three stages would need 154 KB
 
@@ -51,48 +54,109 @@ def ragged_decode_triton(
     if codecs is not None:
         dims = codecs[0].dim, codecs[1].dim
         query = rotate_triton(query, codecs[0])
-    segments, (key_dim, value_dim) = starts.numel(), dims
-    groups = query.shape[1] // starts.shape[1]
     bits = codecs[0].bits if codecs else 8 if scales else 0
     blocks = blocks_of(*dims, query.dtype, bool(bits))
-    splits = splits or splits_of(segments, triton.cdiv(longest, blocks["BLOCK_KEYS"]), query.device)
+    splits = splits or splits_of(starts.numel(), triton.cdiv(longest, blocks["BLOCK_KEYS"]), query.device)
     query = query.contiguous()
-    output = query.new_empty(*query.shape[:3], value_dim)
-    partial = torch.empty(segments * groups, splits, value_dim, device=query.device, dtype=torch.float32)
-    maxima = torch.empty(segments * groups, splits, device=query.device, dtype=torch.float32)
-    sums = torch.empty_like(maxima)
-    codebooks = scales or (query, query) if codecs is None else (codec.codebook for codec in codecs)  # read with bits
+    parts = _empty_parts(query, dims[1], splits)
+    codebooks = scales or (query, query) if codecs is None else [codec.codebook for codec in codecs]  # read with bits
+    segments = keys, values, starts, lengths, appended
+    with torch.cuda.device_of(query):  # triton launches on the current device
+        _attend_to(query, segments, dims, parts, splits, scaling, blocks, bits=bits, codebooks=codebooks, new=new)
+        if codecs is None:
+            return _combined(query, parts, splits, blocks)
+        output = query.new_empty(*query.shape[:3], dims[1])
+        combine_back_triton(*parts, codecs[1], output)
+    return output
+
+
+def few_channels_decode_triton(
+    query: torch.Tensor, few: tuple, channels: torch.Tensor, all_: tuple, scaling: float, new: tuple | None
+) -> torch.Tensor:
+    """Attend to segments whose keys have some of the channels, and to others with all of them, as if they were one.
+
+    Args:
+        query: (batch, heads, 1, head_dim), fp16, bf16 or fp32; the result has the same shape.
+        few, all_: keys and values (rows, their channels), starts and lengths, LongTensors (batch, kv_heads), the
+            longest segment, and entries of every segment behind its length.
+        channels: int16 (batch, kv_heads, channels), those that the keys of `few` have.
+        new: as in `ragged_decode_triton`, of `all_`.
+    """
+    query, value_dim = query.contiguous(), all_[1].shape[1]
+    blocks = blocks_of(query.shape[3], value_dim, query.dtype, False)
+    longest = max(few[4], all_[4])
+    splits = splits_of(channels.shape[0] * channels.shape[1], triton.cdiv(longest, blocks["BLOCK_KEYS"]), query.device)
+    parts = _empty_parts(query, value_dim, 2 * splits)
+    fewer = few_blocks_of(channels.shape[2], value_dim, query.dtype)
+    with torch.cuda.device_of(query):
+        dims = channels.shape[2], value_dim
+        segments = *few[:4], few[5]
+        _attend_to(query, segments, dims, parts, splits, scaling, fewer, channels=channels.contiguous(), of=(0, 2))
+        dims, segments = (query.shape[3], value_dim), (*all_[:4], all_[5])
+        _attend_to(query, segments, dims, parts, splits, scaling, blocks, new=new, of=(1, 2))
+        return _combined(query, parts, 2 * splits, blocks)
+
+
+def _empty_parts(query: torch.Tensor, value_dim: int, splits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what `_attend` leaves: outputs, maxima and sums of each query's parts."""
+    rows = query.shape[0] * query.shape[1]
+    maxima, sums = (torch.empty(rows, splits, device=query.device, dtype=torch.float32) for _ in range(2))
+    return torch.empty(rows, splits, value_dim, device=query.device, dtype=torch.float32), maxima, sums
+
+
+def _attend_to(
+    query: torch.Tensor,
+    segments: tuple,
+    dims: tuple[int, int],
+    parts: tuple[torch.Tensor, ...],
+    splits: int,
+    scaling: float,
+    blocks: dict[str, int],
+    bits: int = 0,
+    codebooks: Sequence[torch.Tensor] | None = None,
+    new: tuple[torch.Tensor, torch.Tensor] | None = None,
+    channels: torch.Tensor | None = None,
+    of: tuple[int, int] = (0, 1),
+) -> None:
+    """Launch `_attend` over keys, values, starts, lengths and appended entries; `of`: the how manieth of how many."""
+    keys, values, starts, lengths, appended = segments
+    groups = query.shape[1] // starts.shape[1]
     token = (query, query) if new is None else (part.contiguous() for part in new)  # not read without a token
     is_counted = isinstance(appended, torch.Tensor)
-    with torch.cuda.device_of(query):  # triton launches on the current device
-        _attend[(segments, splits)](
-            query,
-            keys,
-            values,
-            *codebooks,
-            *token,
-            starts,
-            lengths,
-            appended if is_counted else starts,
-            0 if is_counted else appended,
-            partial,
-            maxima,
-            sums,
-            scaling,
-            BITS=bits,
-            APPENDS=new is not None,
-            COUNTED=is_counted,
-            GROUPS=groups,
-            KEY_DIM=key_dim,
-            VALUE_DIM=value_dim,
-            BLOCK_GROUPS=max(16, triton.next_power_of_2(groups)),
-            **blocks,
-        )
-        if codecs is not None:
-            combine_back_triton(partial, maxima, sums, codecs[1], output)
-            return output
-        of_value = {"VALUE_DIM": value_dim, "BLOCK_VALUE_DIM": blocks["BLOCK_VALUE_DIM"]}
-        combine[(segments * groups,)](partial, maxima, sums, output, SPLITS=splits, **of_value)
+    _attend[(starts.numel(), splits)](
+        query,
+        keys,
+        values,
+        *(codebooks or (query, query)),
+        *token,
+        starts if channels is None else channels,
+        starts,
+        lengths,
+        appended if is_counted else starts,
+        0 if is_counted else appended,
+        *parts,
+        scaling,
+        BITS=bits,
+        APPENDS=new is not None,
+        COUNTED=is_counted,
+        CHOOSES=channels is not None,
+        PART=of[0],
+        PARTS=of[1],
+        GROUPS=groups,
+        QUERY_DIM=query.shape[3],
+        KEY_DIM=dims[0],
+        VALUE_DIM=dims[1],
+        BLOCK_GROUPS=max(16, triton.next_power_of_2(groups)),
+        **blocks,
+    )
+
+
+def _combined(query: torch.Tensor, parts: tuple, splits: int, blocks: dict[str, int]) -> torch.Tensor:
+    """Return the output of the parts, (batch, heads, 1, value_dim)."""
+    value_dim = parts[0].shape[2]
+    output = query.new_empty(*query.shape[:3], value_dim)
+    of_value = {"VALUE_DIM": value_dim, "BLOCK_VALUE_DIM": blocks["BLOCK_VALUE_DIM"]}
+    combine[(len(parts[0]),)](*parts, output, SPLITS=splits, **of_value)
     return output
 
 
@@ -108,6 +172,11 @@ def blocks_of(key_dim: int, value_dim: int, dtype: torch.dtype, is_packed: bool)
         "BLOCK_KEYS": min(max(most, 16), max(fitting, 16), MOST_KEYS),  # a matrix product needs 16 of each dimension
         "num_stages": PACKED_STAGES if is_packed else STAGES,
     }
+
+
+def few_blocks_of(channels: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """As `blocks_of`, of keys with some of the channels."""
+    return {**blocks_of(channels, value_dim, dtype, False), "num_stages": FEW_CHANNELS_STAGES}
 
 
 def splits_of(segments: int, blocks: int, device: torch.device) -> int:
@@ -159,25 +228,30 @@ def attended(q, k, v, is_entry, scaling, maximum, total, output):
 
 @triton.jit(do_not_specialize=["behind"])
 def _attend(
-    query,  # (segments * GROUPS, KEY_DIM)
+    query,  # (segments * GROUPS, QUERY_DIM)
     keys,  # (rows, KEY_DIM), or packed
     values,  # (rows, VALUE_DIM), or packed
     key_codebook,  # (2 ** BITS,); with 8 bits a scale, (1,)
     value_codebook,
     new_keys,  # (segments, KEY_DIM), which are written behind the segments
     new_values,  # (segments, VALUE_DIM)
+    channels,  # (segments, KEY_DIM), which of the query's the keys have
     starts,  # (segments,)
     lengths,  # (segments,)
     appended,  # (1,), more entries of every segment, the new one included
     behind,  # the same, from the host
-    partial,  # out: (segments * GROUPS, splits, VALUE_DIM), not yet divided by the sums
-    maxima,  # out: (segments * GROUPS, splits)
-    sums,  # out: (segments * GROUPS, splits)
+    partial,  # out: (segments * GROUPS, PARTS * splits, VALUE_DIM), not yet divided by the sums
+    maxima,  # out: (segments * GROUPS, PARTS * splits)
+    sums,  # out: (segments * GROUPS, PARTS * splits)
     scaling,
     BITS: tl.constexpr,  # of a number; 0 for numbers that are not packed
     APPENDS: tl.constexpr,  # whether there is a new token
     COUNTED: tl.constexpr,  # whether `appended` is given
+    CHOOSES: tl.constexpr,  # whether `channels` is given
+    PART: tl.constexpr,  # of PARTS launches that are combined
+    PARTS: tl.constexpr,
     GROUPS: tl.constexpr,
+    QUERY_DIM: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
@@ -199,7 +273,10 @@ def _attend(
     row = segment * GROUPS + group
     key_dim, value_dim = tl.arange(0, BLOCK_KEY_DIM), tl.arange(0, BLOCK_VALUE_DIM)
     is_group, is_key_dim, is_value_dim = group < GROUPS, key_dim < KEY_DIM, value_dim < VALUE_DIM
-    q = tl.load(query + row[:, None] * KEY_DIM + key_dim, mask=is_group[:, None] & is_key_dim, other=0.0)
+    channel = key_dim
+    if CHOOSES:
+        channel = tl.load(channels + segment * KEY_DIM + key_dim, mask=is_key_dim, other=0)
+    q = tl.load(query + row[:, None] * QUERY_DIM + channel, mask=is_group[:, None] & is_key_dim, other=0.0)
 
     maximum = tl.full((BLOCK_GROUPS,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_GROUPS,), tl.float32)
@@ -230,7 +307,7 @@ def _attend(
             total = total * shrink + weight
             maximum = higher
 
-    place = row * splits + split
+    place = (row * PARTS + PART) * splits + split
     tl.store(partial + place[:, None] * VALUE_DIM + value_dim, output, mask=is_group[:, None] & is_value_dim)
     tl.store(maxima + place, maximum, mask=is_group)
     tl.store(sums + place, total, mask=is_group)

@@ -10,6 +10,7 @@ from transformers import Cache, DynamicCache
 import kvcompress
 from kvcompress.cache.storage.fp8 import Fp8Storage
 from kvcompress.cache.storage.ragged import RaggedStorage
+from kvcompress.cache.storage.think import ThinKStorage
 from kvcompress.check.reference import generate
 from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.kernels.quantization import BITS
@@ -97,7 +98,7 @@ def test_offloaded_entries_arrive_whole_beside_long_work(cuda, method):
     torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
 
 
-KINDS = [{"cache_implementation": kind} for kind in ("dynamic", "static", "offloaded")]
+KINDS = [{"cache_implementation": kind} for kind in ("dynamic", "static", "offloaded", "offloaded_static", "think")]
 KINDS += [{"cache_implementation": "quantized", "kv_backend": backend} for backend in ("hqq", "turboquant", "fp8")]
 
 
@@ -199,6 +200,61 @@ def test_8_bit_floats_are_as_on_the_cpu_whatever_is_done_with_them(cuda, is_ragg
             expected = torch.nn.functional.scaled_dot_product_attention(query.float(), *whole, mask, scale=0.3)
             found = stored[1].decode(query.to(cuda), 0.3).cpu().float()
             torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("recent", [0, 4, 40])
+@pytest.mark.parametrize("is_ragged", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_with_fewer_channels_are_as_on_the_cpu_whatever_is_done_with_them(cuda, is_ragged, recent, dtype):
+    """A step writes the new token, and attends to both parts where they lie as to the entries that are read."""
+    draw, generator = random.Random(recent), torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 2, 3, 30, 16, generator=generator).to(dtype)
+    indices = torch.arange(30).expand(2, 3, -1).clone()
+    if is_ragged:
+        indices[0, 1, :11] = indices[1, 0, :28] = -1
+    totals = (indices >= 0).sum((1, 2)).tolist()
+    channels = torch.rand(2, 3, 16, generator=generator).argsort(-1)[..., :11].sort().values
+    stored = []
+    for where in ("cpu", cuda):
+        parts = (part.to(where) for part in (keys, values, indices))
+        stored.append(ThinKStorage(*parts, None, channels.to(where), recent, 2, totals))
+    assert [each.decodes_in_place for each in stored] == [False, True]
+    seen = 30
+    for change in draw.choices(["append", "append two", "fork", "select", "save", "read", "decode", "decode"], k=40):
+        if change.startswith("append") or change == "decode":
+            new = 2 * torch.randn(2, 2, 3, 2 if "two" in change else 1, 16, generator=generator).to(dtype)
+            seen += new.shape[3]
+            for each in stored:
+                each.append(*new.to(each.channels.device))
+        elif change == "fork":
+            stored = [each.fork() for each in stored]
+        elif change == "save":
+            stored = [ThinKStorage.of_state(each.state(), each.channels.device) for each in stored]
+        elif change == "select":
+            order = torch.tensor(draw.choices(range(2), k=2))
+            for each in stored:
+                each.select(order.to(each.channels.device))
+        found = None
+        if change == "decode":
+            query = torch.randn(2, 6, 1, 16, generator=generator).to(dtype)
+            found = stored[1].decode(query.to(cuda), 0.3).cpu().float()
+        columns, visible = stored[0].columns(seen), stored[0].visible()
+        assert torch.equal(stored[1].columns(seen).cpu(), columns)
+        used = columns >= 0
+        read = [part.masked_fill(~used[..., None], 0) for part in stored[0].read()]
+        if found is not None:
+            mask = None if visible is None else visible.repeat_interleave(2, 1)[:, :, None]
+            whole = (part.float().repeat_interleave(2, 1) for part in read)
+            expected = torch.nn.functional.scaled_dot_product_attention(query.float(), *whole, mask, scale=0.3)
+            torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        for expected, part in zip(read, stored[1].read(), strict=True):
+            assert torch.equal(part.cpu().masked_fill(~used[..., None], 0), expected)
+
+
+@pytest.mark.parametrize("method", ["snapkv", "adakv", "full"])
+def test_think_is_as_on_the_cpu(device, method):
+    ratio = None if method == "full" else 0.3
+    check_as_on_the_cpu(device, "qwen2", method, ratio, cache_implementation="think", key_recent=5)
 
 
 @pytest.mark.parametrize("bits", BITS["turboquant"])

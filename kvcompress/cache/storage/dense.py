@@ -38,7 +38,7 @@ class DenseStorage(Storage):
         return self.length - self.entries
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        begin = self._grown(keys.shape[2])
+        begin = self.reserve(keys.shape[2])
         self.keys[:, :, begin : self.length] = keys
         self.values[:, :, begin : self.length] = values
 
@@ -47,11 +47,12 @@ class DenseStorage(Storage):
 
         Returns rows of the flat buffers (`segments`), LongTensor (batch * kv_heads,), and how many rows behind them the
         room of each KV head of each row of the batch begins."""
-        begin = self._grown(new)
+        begin = self.reserve(new)
         return self._starts()[0].flatten(), begin
 
-    def _grown(self, new: int) -> int:
-        """Add `new` to the length, and return the length before; buffers without room for them are copied."""
+    def reserve(self, new: int) -> int:
+        """Add `new` to the length, and return the length before; the caller writes them. Buffers without room for them
+        are copied."""
         begin, end = self.length, self.length + new
         if end > self.keys.shape[2]:
             self.keys = roomy(self.keys[:, :, :begin], end + spare(end))

@@ -91,7 +91,7 @@ class RaggedStorage(Storage):
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._write()
         if keys.shape[2] == 1 and keys.device.type == "cuda" and has_triton():
-            self._grow_by(1)
+            self.reserve(1)
             self._new = keys.detach(), values.detach()
         else:
             ends, first = self.claim(keys.shape[2])
@@ -112,10 +112,11 @@ class RaggedStorage(Storage):
 
     def claim(self, new: int) -> tuple[torch.Tensor, int]:
         """As in `DenseStorage`."""
-        self._grow_by(new)
+        self.reserve(new)
         return self._ends(), self.behind - new
 
-    def _grow_by(self, new: int) -> None:
+    def reserve(self, new: int) -> None:
+        """As in `DenseStorage`."""
         if new > self.room:
             self._place(self.sizes, *self._packed(), spare(self.length) + new)
         self.behind += new

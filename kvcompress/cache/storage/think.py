@@ -4,9 +4,12 @@ import math
 
 import torch
 
+from ...kernels.ragged_decode import has_triton
 from ...scoring.layer_view import all_slots
 from ...scoring.windows import pad_columns
 from .base import Storage
+from .dense import DenseStorage
+from .ragged import RaggedStorage
 from .store import store
 
 WINDOW = 32  # number of the prompt's last queries, by which channels are chosen
@@ -49,56 +52,133 @@ class ThinKStorage(Storage):
         Others: as in `store`.
     """
 
+    _new: tuple[torch.Tensor, torch.Tensor] | None = None  # a token that has not been written yet
+
     def __init__(self, keys, values, indices, pads, channels: torch.Tensor, recent: int, room: int | None, totals):
         self.head_dim, self.channels = keys.shape[3], channels.to(torch.int16)
         self._has_all_columns = indices is None
-        first = max(keys.shape[2] - recent, 0)
+        self._recent, self._room = recent, room
+        self._undivided: RaggedStorage | None = None
         is_full = indices is not None and totals == all_slots(indices)
+        if indices is not None and not is_full and totals is not None and keys.device.type == "cuda":
+            # How many entries of each head are recent is on its way to the host, which divides them before a step.
+            self._undivided = store(keys, values, indices, pads, 0, totals)
+        else:
+            self._divide(keys, values, indices, pads, is_full)
 
-        def part(keys: torch.Tensor, some: slice, room: int | None) -> Storage:
+    def _divide(self, keys, values, indices, pads, is_full: bool, counts: list[int] | None = None) -> None:
+        """Store both parts; `counts` are the entries of each head, if known."""
+        (rows, heads, slots, _), first = keys.shape, max(keys.shape[2] - self._recent, 0)
+
+        def part(keys: torch.Tensor, some: slice, room: int | None, held: list[int] | None) -> Storage:
             places, empty = (None if each is None else each[..., some] for each in (indices, pads))
-            return store(keys, values[:, :, some], places, empty, room, all_slots(places) if is_full else None)
+            totals = None if held is None else [sum(held[row * heads :][:heads]) for row in range(rows)]
+            return store(keys, values[:, :, some], places, empty, room, all_slots(places) if is_full else totals)
 
-        thin = keys[:, :, :first].gather(3, channels[:, :, None].expand(-1, -1, first, -1))
-        self.thin = part(thin, slice(first), 0)
-        self.whole = part(keys[:, :, first:], slice(first, None), room)
+        thin = keys[:, :, :first].gather(3, self.channels.long()[:, :, None].expand(-1, -1, first, -1))
+        older = newer = None
+        if counts is not None:
+            newer = [min(count, slots - first) for count in counts]
+            older = [count - recent for count, recent in zip(counts, newer, strict=True)]
+        self._thin = part(thin, slice(first), 0, older)
+        self._whole = part(keys[:, :, first:], slice(first, None), self._room, newer)
+
+    def _parts(self) -> tuple[DenseStorage | RaggedStorage, DenseStorage | RaggedStorage]:
+        """Return both parts, of which the latest token may not be written yet."""
+        if (undivided := self._undivided) is not None:
+            kept, self._undivided = undivided.kept(0), None
+            self._divide(kept.keys, kept.values, kept.indices, None, False, undivided.flat)
+        return self._thin, self._whole
+
+    def _written(self) -> tuple[DenseStorage | RaggedStorage, DenseStorage | RaggedStorage]:
+        """Return both parts with the latest token."""
+        thin, whole = self._parts()
+        if self._new is not None:
+            new, self._new = self._new, None
+            *buffers, starts, lengths, _ = whole.segments()
+            rows = (starts + lengths).flatten() + (whole.behind - 1)
+            for buffer, states in zip(buffers, new, strict=True):
+                buffer.index_copy_(0, rows, states.reshape(-1, states.shape[3]))
+        return thin, whole
+
+    @property
+    def thin(self) -> Storage:
+        return self._written()[0]
+
+    @property
+    def whole(self) -> Storage:
+        return self._written()[1]
 
     @property
     def length(self) -> int:
-        return self.thin.length + self.whole.length
+        return sum(part.length for part in self._parts())
 
     @property
     def appended(self) -> int:
-        return self.whole.appended
+        return self._parts()[1].appended
+
+    @property
+    def decodes_in_place(self) -> bool:
+        """On CUDA: a query takes the channels that the keys have."""
+        is_possible = self.channels.device.type == "cuda" and has_triton()
+        return is_possible and all(part.decodes_in_place or part.fills_all_slots for part in self._parts())
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.whole.append(keys, values)
+        _, whole = self._written()
+        if keys.shape[2] == 1 and self.decodes_in_place:
+            whole.reserve(1)
+            self._new = keys.detach(), values.detach()
+        else:
+            whole.append(keys, values)
+
+    def decode(self, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """As `Storage.decode`; also writes a token that was just appended."""
+        from ...kernels.ragged_decode_triton import few_channels_decode_triton, ragged_decode_triton
+
+        (thin, whole), (new, self._new) = self._parts(), (self._new, None)
+        if not thin.length:
+            return ragged_decode_triton(query, *whole.segments(), scaling, new=new, appended=whole.behind)
+        few, all_ = ((*part.segments(), part.behind) for part in (thin, whole))
+        return few_channels_decode_triton(query, few, self.channels, all_, scaling, new)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        thin, values = self.thin.read()
-        recent_keys, recent_values = self.whole.read()
+        (thin, values), (recent_keys, recent_values) = (part.read() for part in self._written())
         channels = self.channels.long()[:, :, None].expand(thin.shape)
         keys = thin.new_zeros(*thin.shape[:3], self.head_dim).scatter_(3, channels, thin)
         return torch.cat([keys, recent_keys], 2), torch.cat([values, recent_values], 2)
 
     def visible(self) -> torch.Tensor | None:
-        found = [part.visible() for part in (self.thin, self.whole)]
+        parts = self._parts()
+        found = [part.visible() for part in parts]
         if found[0] is None and found[1] is None:
             return None
         batch, kv_heads = self.channels.shape[:2]
         every = torch.ones(batch, kv_heads, self.length, dtype=torch.bool, device=self.channels.device)
-        for mask, slots in zip(found, every.split([self.thin.length, self.whole.length], 2), strict=True):
+        for mask, slots in zip(found, every.split([part.length for part in parts], 2), strict=True):
             if mask is not None:
                 slots &= mask
         return every
 
     def columns(self, seen: int) -> torch.Tensor:
-        recent = self.whole.columns(seen)
+        thin, whole = self._parts()
+        recent = whole.columns(seen)
         if self._has_all_columns:
-            recent = torch.where(recent < 0, -1, recent + self.thin.length)
-        return torch.cat([self.thin.columns(seen), recent], 2)
+            recent = torch.where(recent < 0, -1, recent + thin.length)
+        return torch.cat([thin.columns(seen), recent], 2)
 
     def select(self, rows: torch.Tensor) -> None:
-        self.channels = self.channels[rows]
-        for part in (self.thin, self.whole):
+        for part in self._written():
             part.select(rows)
+        self.channels = self.channels[rows]
+
+    def tensors(self) -> list[torch.Tensor]:
+        self._written()
+        return super().tensors()
+
+    @property
+    def room_nbytes(self) -> int:
+        return self._parts()[1].room_nbytes
+
+    def state(self) -> dict[str, object]:
+        self._written()
+        return super().state()

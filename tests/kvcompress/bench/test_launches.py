@@ -15,6 +15,7 @@ from kvcompress.bench.pretended.counts import Counts
 from tests.support.docs import ROOT
 
 EVICTING = ":decode_budget=16:decode_interval=4"
+STATIC = ":cache_implementation=static"
 OFFLOADED = ":cache_implementation=offloaded"
 OFFLOADED_STATIC = ":cache_implementation=offloaded_static"
 TURBOQUANT = ":cache_implementation=quantized:kv_backend=turboquant"
@@ -48,6 +49,8 @@ BUDGETS = {
     "snapkv": Budget(),
     "h2o": Budget(),
     "adakv": Budget(),
+    f"snapkv{STATIC}": Budget(in_flight=None),
+    f"adakv{STATIC}": Budget(in_flight=None),
     f"full{OFFLOADED}": Budget(in_flight=None),
     f"snapkv{OFFLOADED}": Budget(in_flight=None),
     f"adakv{OFFLOADED}": Budget(in_flight=None),
@@ -58,14 +61,15 @@ BUDGETS = {
     f"adakv{TURBOQUANT}": Budget(step=2, in_flight=None),
     f"snapkv{FP8}": Budget(in_flight=None),
     f"adakv{FP8}": Budget(step=1, in_flight=None),
-    # Two storages are read and joined; where heads are uneven, both are counted by the host.
-    f"snapkv{THINK}": Budget(step=3, in_flight=None),
-    f"adakv{THINK}": Budget(step=3, prefill_waits=1 + 2 * LAYERS, in_flight=None),
+    f"snapkv{THINK}": Budget(in_flight=None),
+    # The first step divides the entries, since only the device knew during the prefill how many of a head are recent.
+    f"adakv{THINK}": Budget(eviction=14, in_flight=None),
     f"streamingllm{EVICTING}": Budget(eviction=32),
     f"snapkv{EVICTING}": Budget(eviction=33),
     f"h2o{EVICTING}": Budget(eviction=35),
     "snapkv:protect=prompt:decode_budget=26:decode_interval=4": Budget(eviction=40, in_flight=None),
     f"snapkv{OFFLOADED}{EVICTING}": Budget(eviction=34, in_flight=None),
+    f"adakv{OFFLOADED}{EVICTING}": Budget(eviction=33, in_flight=None),
     f"r-kv{EVICTING}": Budget(eviction=39),
     f"adakv{EVICTING}": Budget(eviction=40),
 }

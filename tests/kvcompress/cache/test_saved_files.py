@@ -275,8 +275,8 @@ def test_files_of_other_kinds_are_named(tmp_path):
     assert "cannot be read" in refused(tmp_path / "x", b"PK\x03\x04 a pickle of torch.save, say")
     foreign = safetensors.torch.save({"weight": torch.ones(3)})
     assert "was not written by CompressedCache.save" in refused(tmp_path / "x", foreign)
-    newer = refused(tmp_path / "x", with_document(right(), format=2, kvcompress="9.0"))
-    assert "its format is 2, written by kvcompress '9.0'" in newer
+    newer = refused(tmp_path / "x", with_document(right(), format=3, kvcompress="9.0"))
+    assert "its format is 3, written by kvcompress '9.0'" in newer
     assert "checksum" in refused(tmp_path / "x", with_document(right(), sha256="0"))
 
 
