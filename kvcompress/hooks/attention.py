@@ -165,7 +165,8 @@ def attend_to_kept(base: str, module: torch.nn.Module, query, key, value, layer,
     if base == "sdpa" and queries > QUERIES and not getattr(module.config, "num_kv_shared_layers", 0):
         return attend_in_blocks(base, module, query, key, value, layer, model_mask, **kwargs)
     mask = with_new_tokens(layer.mask(queries), model_mask, queries)  # (batch, 1 or kv_heads, queries, keys)
-    if base == "sdpa" and layer.has_fixed_shapes and queries == 1 and not kwargs.get("dropout"):
+    is_per_head = layer.has_fixed_shapes or (mask is not None and mask.shape[1] > 1)
+    if base == "sdpa" and is_per_head and queries == 1 and not kwargs.get("dropout"):
         result = one_query_per_head(query, key, value, mask, kwargs["scaling"]), None
     else:
         result = attend_under(base, module, query, key, value, mask, **kwargs)
@@ -245,7 +246,7 @@ def has_plain_weights(kwargs: dict) -> bool:
 def one_query_per_head(query, key, value, mask, scaling: float) -> torch.Tensor:
     """Run a decode step with the query heads of each KV head as its queries; `mask` is (batch, 1 or kv_heads, 1, keys).
 
-    Unlike transformers' masked path under `torch.compile`, this does not repeat keys and values."""
+    Unlike transformers' masked path, this does not repeat keys and values."""
     packed = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])  # (batch, kv_heads, groups, head_dim)
     output = torch.nn.functional.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     return output.reshape(query.shape[0], 1, -1, value.shape[3])

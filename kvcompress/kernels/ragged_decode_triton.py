@@ -71,7 +71,13 @@ def ragged_decode_triton(
 
 
 def few_channels_decode_triton(
-    query: torch.Tensor, few: tuple, channels: torch.Tensor, all_: tuple, scaling: float, new: tuple | None
+    query: torch.Tensor,
+    few: tuple,
+    channels: torch.Tensor,
+    all_: tuple,
+    scaling: float,
+    new: tuple[torch.Tensor, torch.Tensor] | None,
+    splits: int | None = None,
 ) -> torch.Tensor:
     """Attend to segments whose keys have some of the channels, and to others with all of them, as if they were one.
 
@@ -81,11 +87,13 @@ def few_channels_decode_triton(
             longest segment, and entries of every segment behind its length.
         channels: int16 (batch, kv_heads, channels), those that the keys of `few` have.
         new: as in `ragged_decode_triton`, of `all_`.
+        splits: as in `ragged_decode_triton`, of both.
     """
     query, value_dim = query.contiguous(), all_[1].shape[1]
     blocks = blocks_of(query.shape[3], value_dim, query.dtype, False)
-    longest = max(few[4], all_[4])
-    splits = splits_of(channels.shape[0] * channels.shape[1], triton.cdiv(longest, blocks["BLOCK_KEYS"]), query.device)
+    if splits is None:
+        wanted = triton.cdiv(max(few[4], all_[4]), blocks["BLOCK_KEYS"])
+        splits = min(splits_of(channels[..., 0].numel(), wanted, query.device), MOST_SPLITS // 2)
     parts = _empty_parts(query, value_dim, 2 * splits)
     fewer = few_blocks_of(channels.shape[2], value_dim, query.dtype)
     with torch.cuda.device_of(query):

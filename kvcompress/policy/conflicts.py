@@ -19,7 +19,7 @@ MOVED_KEYS = "positions='cache' while decoding evicts"
 TENSOR_PARALLEL, PAGES, SPEECH = "tensor parallelism", "continuous batching", "spoken answers"
 
 CHOICE = ("keep", "select", "update_kv")  # what a method overrides that chooses by more than scores
-STORED_ONCE = "it stores an entry once and for all; dynamic and offloaded work"
+STORED_ONCE = "what it stores stays where it is; dynamic and offloaded work"
 FITTED = "it fits biases and values to a prompt's queries"
 SHARED_TABLE = "all layers and KV heads share a request's page table, so each keeps as many entries"
 

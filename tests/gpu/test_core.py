@@ -18,6 +18,7 @@ from kvcompress.scoring.layer_view import Kept
 from tests.gpu.cases import DTYPES, NEW, STEPS, answered, check_as_on_the_cpu, entries_of, few, on
 from tests.support.calibrations import calibration_of
 from tests.support.families import FAMILIES, MORE_FAMILIES
+from tests.support.grouped_cases import check_hqq
 from tests.support.in_flight import check_in_flight
 from tests.support.ragged_cases import TOLERANCE
 
@@ -202,16 +203,15 @@ def test_8_bit_floats_are_as_on_the_cpu_whatever_is_done_with_them(cuda, is_ragg
             torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("recent", [0, 4, 40])
-@pytest.mark.parametrize("is_ragged", [False, True])
+@pytest.mark.parametrize("recent", [0, 4, 20])
+@pytest.mark.parametrize("unused", [[[0, 0, 0], [0, 0, 0]], [[0, 11, 0], [28, 0, 0]], [[12, 25, 10], [18, 11, 29]]])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_keys_with_fewer_channels_are_as_on_the_cpu_whatever_is_done_with_them(cuda, is_ragged, recent, dtype):
+def test_keys_with_fewer_channels_are_as_on_the_cpu_whatever_is_done_with_them(cuda, unused, recent, dtype):
     """A step writes the new token, and attends to both parts where they lie as to the entries that are read."""
     draw, generator = random.Random(recent), torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 2, 3, 30, 16, generator=generator).to(dtype)
-    indices = torch.arange(30).expand(2, 3, -1).clone()
-    if is_ragged:
-        indices[0, 1, :11] = indices[1, 0, :28] = -1
+    slots = torch.arange(30)
+    indices = slots.masked_fill(slots < torch.tensor(unused)[..., None], -1)
     totals = (indices >= 0).sum((1, 2)).tolist()
     channels = torch.rand(2, 3, 16, generator=generator).argsort(-1)[..., :11].sort().values
     stored = []
@@ -238,17 +238,25 @@ def test_keys_with_fewer_channels_are_as_on_the_cpu_whatever_is_done_with_them(c
         if change == "decode":
             query = torch.randn(2, 6, 1, 16, generator=generator).to(dtype)
             found = stored[1].decode(query.to(cuda), 0.3).cpu().float()
-        columns, visible = stored[0].columns(seen), stored[0].visible()
+        columns, length = stored[0].columns(seen), stored[0].length
+        assert stored[1].length == length
         assert torch.equal(stored[1].columns(seen).cpu(), columns)
         used = columns >= 0
         read = [part.masked_fill(~used[..., None], 0) for part in stored[0].read()]
         if found is not None:
-            mask = None if visible is None else visible.repeat_interleave(2, 1)[:, :, None]
+            mask = used.repeat_interleave(2, 1)[:, :, None]
             whole = (part.float().repeat_interleave(2, 1) for part in read)
             expected = torch.nn.functional.scaled_dot_product_attention(query.float(), *whole, mask, scale=0.3)
             torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
         for expected, part in zip(read, stored[1].read(), strict=True):
             assert torch.equal(part.cpu().masked_fill(~used[..., None], 0), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS["hqq"])
+def test_hqqs_numbers_scales_and_zeros_are_those_of_its_own_quantizer(cuda, bits, dtype):
+    pytest.importorskip("hqq")
+    check_hqq(bits, dtype, cuda)
 
 
 @pytest.mark.parametrize("method", ["snapkv", "adakv", "full"])

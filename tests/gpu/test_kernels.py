@@ -13,6 +13,7 @@ from tests.support.grouped_cases import check_grouped_triton
 from tests.support.kernel_cases import SHAPES, check_adaptive, check_column_sums, check_likeness, prompt_case
 from tests.support.ragged_cases import (
     TOLERANCE,
+    check_few_channels_triton,
     check_fp8_pack_triton,
     check_fp8_triton,
     check_layout_triton,
@@ -55,6 +56,7 @@ def test_columns_are_summed_as_by_the_reference(device, dtype):
 def test_triton_decodes_ragged_entries_as_the_reference(cuda, dtype):
     pytest.importorskip("triton")
     check_triton(dtype, "cuda")
+    check_few_channels_triton(dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])

@@ -91,3 +91,20 @@ def check_grouped_triton(dtype: torch.dtype, device: str, shapes: list[tuple] = 
             assert output.dtype == dtype
             close = TOLERANCE[dtype]
             torch.testing.assert_close(output.float().cpu(), expected, atol=close, rtol=close)
+
+
+def check_hqq(bits: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Check that what becomes of numbers is what hqq itself makes of them, which waits for the device in each step."""
+    from hqq.core.quantize import Quantizer as HQQ
+
+    generator = torch.Generator().manual_seed(bits)
+    for power in (1, 3):
+        rows = (torch.randn(64, 64, generator=generator) * torch.logspace(-3, 1, 64)[:, None]) ** power
+        rows[3], rows[4], rows[5, 6] = 1.5, 0, 1e4
+        rows = rows.to(device, dtype)
+        options = {"axis": 1, "group_size": 64, "device": str(device), "compute_dtype": dtype}
+        packed, meta = HQQ.quantize(rows, nbits=bits, **options)
+        ours = Quantizer("hqq", bits, 64).quantize(rows).tensors
+        for expected, found in zip([packed, meta["scale"], meta["zero"]], ours, strict=True):
+            assert expected.dtype == found.dtype
+            torch.testing.assert_close(found, expected, atol=0, rtol=0, equal_nan=True)

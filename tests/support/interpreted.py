@@ -25,6 +25,8 @@ if __name__ == "__main__":
     kernel_cases.check_likeness(torch.float16, kernel_cases.SHAPES[4:6], "cpu")
     ragged_cases.check_triton(torch.float32, "cpu")
     ragged_cases.check_triton(torch.float16, "cpu", ragged_cases.SHAPES[4:])
+    ragged_cases.check_few_channels_triton(torch.float32, "cpu")
+    ragged_cases.check_few_channels_triton(torch.float16, "cpu", ragged_cases.SHAPES[4:])
     ragged_cases.check_layout_triton(torch.float32, "cpu")
     ragged_cases.check_layout_triton(torch.uint8, "cpu")
     ragged_cases.check_turboquant_triton(torch.float32, "cpu", ragged_cases.SHAPES[::3])

@@ -50,6 +50,40 @@ def check_triton(dtype: torch.dtype, device: str, shapes: list[tuple] = SHAPES) 
         torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+def check_few_channels_triton(dtype: torch.dtype, device: str, shapes: list[tuple] = SHAPES) -> None:
+    """Check attention to keys with some of the channels, and to others, against that to the same with zeros."""
+    from kvcompress.kernels.ragged_decode_triton import few_channels_decode_triton
+
+    for batch, kv_heads, groups, head_dim, most, spare, splits in shapes:
+        case = batch, kv_heads, groups, head_dim, most, spare, dtype
+        (query, keys, values, *places, _), (_, all_keys, all_values, *all_places, _) = (
+            ragged_case(*case, seed=seed, device=device) for seed in (0, 1)
+        )
+        values, all_values = (part[:, : head_dim - 3].contiguous() for part in (values, all_values))
+        channels = torch.rand(batch, kv_heads, head_dim, generator=torch.Generator().manual_seed(0)).argsort(-1)
+        channels = channels[..., : head_dim * 2 // 3].sort().values.to(device)
+        few_keys, joined, latest = keys[:, : channels.shape[2]] * float("nan"), [], []
+        for own, *segments in zip(*(part.flatten(0, 1) for part in (channels, *places, *all_places)), strict=True):
+            start, length, all_start, all_length = map(int, segments)
+            few, every = slice(start, start + length), slice(all_start, all_start + all_length)
+            few_keys[few] = keys[few][:, own]
+            zeroed = torch.zeros_like(keys[few]).index_copy_(1, own, few_keys[few])
+            joined += [(zeroed, values[few]), (all_keys[every].clone(), all_values[every].clone())]
+            latest.append(every.stop - 1)
+        together = [torch.cat(parts) for parts in zip(*joined, strict=True)]
+        lengths = places[1] + all_places[1]
+        starts = lengths.flatten().cumsum(0).view_as(lengths) - lengths
+        scaling = head_dim**-0.5
+        expected = ragged_decode_reference(query, *together, starts, lengths, scaling)
+        new = tuple(part[latest].view(batch, kv_heads, 1, -1) for part in (all_keys, all_values))
+        for part in (all_keys, all_values):
+            part[latest] = float("nan")  # written on the way
+        for token in (new, None):
+            few, every = (few_keys, values, *places, most, 0), (all_keys, all_values, *all_places, most, 0)
+            output = few_channels_decode_triton(query, few, channels.short(), every, scaling, token, splits)
+            torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 def check_layout_triton(dtype: torch.dtype, device: str) -> None:
     """Check that entries are laid out as segments and returned as by `RaggedStorage` on a CPU."""
     from kvcompress.cache.storage.ragged import RaggedStorage

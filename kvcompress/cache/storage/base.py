@@ -1,7 +1,7 @@
 """`Storage`, the interface of all storages, and buffers with spare room."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -136,6 +136,12 @@ def roomy(states: torch.Tensor, capacity: int) -> torch.Tensor:
     buffer = lasting(states.new_empty, (*states.shape[:2], capacity, states.shape[3]))
     buffer[:, :, : states.shape[2]] = states
     return buffer
+
+
+def put(buffers: Iterable[torch.Tensor], states: Iterable[torch.Tensor], rows: torch.Tensor) -> None:
+    """Write states (batch, kv_heads, new, head_dim) into flat buffers (entries, head_dim), at LongTensor `rows`."""
+    for buffer, part in zip(buffers, states, strict=True):
+        buffer.index_copy_(0, rows, part.reshape(-1, part.shape[3]).to(buffer.dtype))
 
 
 def columns_of(storage: Storage, keys: torch.Tensor, seen: int) -> torch.Tensor:

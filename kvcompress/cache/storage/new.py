@@ -49,9 +49,9 @@ def new_storage(
 def _offloaded(kind: str, keys, values, indices, pads, room: int | None, totals) -> OffloadedStorage:
     """Create the storage of entries in CPU memory. On CUDA they move there without a wait, if the host knows sizes."""
     device, limit = keys.device, room if kind == "offloaded_static" else None
-    if device.type == "cuda" and limit is None:
+    if device.type == "cuda":
         room = 0  # new tokens wait on the device, and room would be copied to it in every step
-    if indices is None or totals == all_slots(indices):
+    if device.type in ("cuda", "cpu") and (indices is None or totals == all_slots(indices)):
         return OffloadedStorage(store(keys, values, indices, pads, room, totals), device, limit)
     if totals is not None and device.type == "cuda":
         parts = [lasting(part.to, "cpu", non_blocking=True) for part in (keys, values, indices)]  # into pinned memory

@@ -49,6 +49,7 @@ class OffloadedStorage(Storage):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.tail: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._leaving: Leaving | None = None
+        self._shown: torch.Tensor | None = None  # `visible`, with slots for later tokens
         if self.stream is not None and isinstance(inner, DenseStorage) and inner.keys.device.type == "cuda":
             for name in ("keys", "values", "indices", "pads"):
                 if (part := getattr(inner, name)) is not None:
@@ -174,8 +175,16 @@ class OffloadedStorage(Storage):
         return self.fetched
 
     def visible(self) -> torch.Tensor | None:
-        visible = None if self.fills_all_slots else self.inner.visible()
-        return None if visible is None else F.pad(on_device(visible, self.device), (0, self._tail_length), value=True)
+        if self.fills_all_slots or (self._shown is None and self.inner.visible() is None):
+            return None
+        if self._shown is None or self._shown.shape[2] < self.length:  # in front, slots stay as they are
+            more = self._tail_length + 2 * TAIL
+            self._shown = F.pad(on_device(self.inner.visible(), self.device), (0, more), value=True)
+        return self._shown[:, :, : self.length]
+
+    def held(self) -> list[list[int]] | None:
+        held = self.inner.held()
+        return None if held is None else [[count + self._tail_length for count in heads] for heads in held]
 
     def columns(self, seen: int) -> torch.Tensor:
         tail = self._tail_length
@@ -201,7 +210,7 @@ class OffloadedStorage(Storage):
         self.inner.select(rows.cpu())
         self._pin()
         self.tail = [(keys[rows], values[rows]) for keys, values in self.tail]
-        self.fetched = self._leaving = None
+        self.fetched = self._leaving = self._shown = None
 
     def state(self) -> dict[str, object]:
         return {"inner": self.inner, "tail": self.tail, "room": self.room}
@@ -217,4 +226,5 @@ class OffloadedStorage(Storage):
         return made
 
     def tensors(self) -> list[torch.Tensor]:
-        return [*self._moving.tensors(), *(part for parts in self.tail for part in parts)]
+        own = [] if self._shown is None else [self._shown]
+        return [*self._moving.tensors(), *(part for parts in self.tail for part in parts), *own]

@@ -5,7 +5,7 @@ import torch
 from ...device import Arriving
 from ...kernels.ragged_decode import has_triton, ragged_decode
 from ...scoring.layer_view import Kept
-from .base import Storage, lasting, spare, with_appended
+from .base import Storage, lasting, put, spare, with_appended
 
 
 class RaggedStorage(Storage):
@@ -107,8 +107,7 @@ class RaggedStorage(Storage):
         """Write states (batch, kv_heads, new, head_dim), those of each segment from its row of `rows` on."""
         if keys.shape[2] > 1:
             rows = (rows[:, None] + torch.arange(keys.shape[2], device=rows.device)).flatten()
-        self.keys.index_copy_(0, rows, keys.reshape(-1, keys.shape[3]))
-        self.values.index_copy_(0, rows, values.reshape(-1, values.shape[3]))
+        put((self.keys, self.values), (keys, values), rows)
 
     def claim(self, new: int) -> tuple[torch.Tensor, int]:
         """As in `DenseStorage`."""

@@ -7,7 +7,7 @@ import torch
 from ...kernels.ragged_decode import has_triton
 from ...scoring.layer_view import all_slots
 from ...scoring.windows import pad_columns
-from .base import Storage
+from .base import Storage, put
 from .dense import DenseStorage
 from .ragged import RaggedStorage
 from .store import store
@@ -62,6 +62,7 @@ class ThinKStorage(Storage):
         is_full = indices is not None and totals == all_slots(indices)
         if indices is not None and not is_full and totals is not None and keys.device.type == "cuda":
             # How many entries of each head are recent is on its way to the host, which divides them before a step.
+            # Until then keys have all channels.
             self._undivided = store(keys, values, indices, pads, 0, totals)
         else:
             self._divide(keys, values, indices, pads, is_full)
@@ -86,28 +87,21 @@ class ThinKStorage(Storage):
     def _parts(self) -> tuple[DenseStorage | RaggedStorage, DenseStorage | RaggedStorage]:
         """Return both parts, of which the latest token may not be written yet."""
         if (undivided := self._undivided) is not None:
-            kept, self._undivided = undivided.kept(0), None
-            self._divide(kept.keys, kept.values, kept.indices, None, False, undivided.flat)
+            kept, counts = undivided.kept(0), undivided.flat
+            used = slice(undivided.length - max(counts), None)  # there may be more slots than any head uses
+            keys, values, indices = (part[:, :, used] for part in (kept.keys, kept.values, kept.indices))
+            self._divide(keys, values, indices, None, False, counts)
+            self._undivided = None
         return self._thin, self._whole
 
-    def _written(self) -> tuple[DenseStorage | RaggedStorage, DenseStorage | RaggedStorage]:
-        """Return both parts with the latest token."""
+    def divided(self) -> tuple[DenseStorage | RaggedStorage, DenseStorage | RaggedStorage]:
+        """Return the entries with fewer channels and those with all."""
         thin, whole = self._parts()
         if self._new is not None:
             new, self._new = self._new, None
             *buffers, starts, lengths, _ = whole.segments()
-            rows = (starts + lengths).flatten() + (whole.behind - 1)
-            for buffer, states in zip(buffers, new, strict=True):
-                buffer.index_copy_(0, rows, states.reshape(-1, states.shape[3]))
+            put(buffers, new, (starts + lengths).flatten() + (whole.behind - 1))
         return thin, whole
-
-    @property
-    def thin(self) -> Storage:
-        return self._written()[0]
-
-    @property
-    def whole(self) -> Storage:
-        return self._written()[1]
 
     @property
     def length(self) -> int:
@@ -124,7 +118,7 @@ class ThinKStorage(Storage):
         return is_possible and all(part.decodes_in_place or part.fills_all_slots for part in self._parts())
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        _, whole = self._written()
+        _, whole = self.divided()
         if keys.shape[2] == 1 and self.decodes_in_place:
             whole.reserve(1)
             self._new = keys.detach(), values.detach()
@@ -142,7 +136,7 @@ class ThinKStorage(Storage):
         return few_channels_decode_triton(query, few, self.channels, all_, scaling, new)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        (thin, values), (recent_keys, recent_values) = (part.read() for part in self._written())
+        (thin, values), (recent_keys, recent_values) = (part.read() for part in self.divided())
         channels = self.channels.long()[:, :, None].expand(thin.shape)
         keys = thin.new_zeros(*thin.shape[:3], self.head_dim).scatter_(3, channels, thin)
         return torch.cat([keys, recent_keys], 2), torch.cat([values, recent_values], 2)
@@ -167,12 +161,16 @@ class ThinKStorage(Storage):
         return torch.cat([thin.columns(seen), recent], 2)
 
     def select(self, rows: torch.Tensor) -> None:
-        for part in self._written():
+        for part in self.divided():
             part.select(rows)
         self.channels = self.channels[rows]
 
+    def fork(self) -> "ThinKStorage":
+        self.divided()  # once for both
+        return super().fork()
+
     def tensors(self) -> list[torch.Tensor]:
-        self._written()
+        self.divided()
         return super().tensors()
 
     @property
@@ -180,5 +178,5 @@ class ThinKStorage(Storage):
         return self._parts()[1].room_nbytes
 
     def state(self) -> dict[str, object]:
-        self._written()
+        self.divided()
         return super().state()

@@ -40,7 +40,7 @@ def waits_of_steps(gpu: PretendedCuda, model: torch.nn.Module, method: MethodSpe
 
 def main() -> None:
     out, launches, in_flight = sys.argv[1], *map(json.loads, sys.argv[2:])
-    sizes = ["--shape", "tiny", "--length", "96", "--ratio", "0.25"]
+    sizes = ["--shape", "tiny", "--length", "96", "--ratio", "0.4"]  # more than a window, so that heads are uneven
     with contextlib.redirect_stdout(sys.stderr):
         for evicts, name, new, batch in ((False, "5", "5", "1"), (True, "9", "9", "1"), (False, "rows", "5", "2")):
             caches = [cache for cache in launches if ("decode_budget" in cache) == evicts]

@@ -23,7 +23,6 @@ FP8 = ":cache_implementation=quantized:kv_backend=fp8"
 THINK = ":cache_implementation=think:key_channels=0.6"
 QUANTO = ":cache_implementation=quantized:kv_backend=quanto"
 HQQ = ":cache_implementation=quantized:kv_backend=hqq"
-LAYERS = 4
 
 
 class Budget(NamedTuple):
@@ -53,9 +52,9 @@ BUDGETS = {
     f"adakv{STATIC}": Budget(in_flight=None),
     f"full{OFFLOADED}": Budget(in_flight=None),
     f"snapkv{OFFLOADED}": Budget(in_flight=None),
-    f"adakv{OFFLOADED}": Budget(in_flight=None),
+    f"adakv{OFFLOADED}": Budget(step=4, in_flight=None),
     f"snapkv{OFFLOADED_STATIC}": Budget(in_flight=None),
-    f"adakv{OFFLOADED_STATIC}": Budget(in_flight=None),
+    f"adakv{OFFLOADED_STATIC}": Budget(step=4, in_flight=None),
     # One kernel packs a token, one rotates queries; outputs are rotated where parts are combined.
     f"snapkv{TURBOQUANT}": Budget(step=1, in_flight=None),
     f"adakv{TURBOQUANT}": Budget(step=2, in_flight=None),
@@ -67,9 +66,9 @@ BUDGETS = {
     f"streamingllm{EVICTING}": Budget(eviction=32),
     f"snapkv{EVICTING}": Budget(eviction=33),
     f"h2o{EVICTING}": Budget(eviction=35),
-    "snapkv:protect=prompt:decode_budget=26:decode_interval=4": Budget(eviction=40, in_flight=None),
+    "snapkv:protect=prompt:decode_budget=40:decode_interval=4": Budget(eviction=40, in_flight=None),
     f"snapkv{OFFLOADED}{EVICTING}": Budget(eviction=34, in_flight=None),
-    f"adakv{OFFLOADED}{EVICTING}": Budget(eviction=33, in_flight=None),
+    f"adakv{OFFLOADED}{EVICTING}": Budget(step=4, eviction=40, in_flight=None),
     f"r-kv{EVICTING}": Budget(eviction=39),
     f"adakv{EVICTING}": Budget(eviction=40),
 }

@@ -12,8 +12,9 @@ from kvcompress.kernels import compiled, grouped, grouped_cpu
 from kvcompress.kernels.quantization import BITS, PACKAGES, Quantizer, unpacked
 from kvcompress.scoring.layer_view import Kept
 from tests.support.families import FAMILIES
+from tests.support.grouped_cases import check_hqq
 
-HQQ = pytest.importorskip("hqq.core.quantize", reason="pip install -e .[quantized]").Quantizer
+pytest.importorskip("hqq", reason="pip install -e .[quantized]")
 cpp = pytest.importorskip("optimum.quanto.library.extensions.cpp", reason="pip install -e .[quantized]")
 
 ALL = [(backend, bits) for backend in PACKAGES for bits in BITS[backend]]
@@ -31,18 +32,7 @@ def test_quantos_compiled_operator_unpacks_the_same(bits):
 @pytest.mark.parametrize("bits", BITS["hqq"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_hqqs_numbers_scales_and_zeros_are_those_of_its_own_quantizer(bits, dtype):
-    """Ours does not wait for a device in each step of the fit."""
-    generator = torch.Generator().manual_seed(bits)
-    for power in (1, 3):
-        rows = (torch.randn(64, 64, generator=generator) * torch.logspace(-3, 1, 64)[:, None]) ** power
-        rows[3], rows[4], rows[5, 6] = 1.5, 0, 1e4
-        packed, meta = HQQ.quantize(
-            rows.to(dtype), nbits=bits, axis=1, group_size=64, device="cpu", compute_dtype=dtype
-        )
-        ours = Quantizer("hqq", bits, 64).quantize(rows.to(dtype)).tensors
-        for expected, found in zip([packed, meta["scale"], meta["zero"]], ours, strict=True):
-            assert expected.dtype == found.dtype
-            assert torch.equal(expected, found)
+    check_hqq(bits, dtype, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("backend", "bits"), ALL)
