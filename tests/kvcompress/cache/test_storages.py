@@ -53,6 +53,16 @@ def test_eight_bits_are_close_to_full_precision(method, family, name):
     assert 0 < (logits - expected).abs().mean() < {"fp8": 0.1, "hqq": 0.02}[name]
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "offloaded"])
+def test_the_host_knows_how_many_entries_uneven_heads_hold(kind):
+    """An eviction then does not ask the device."""
+    inputs = FAMILIES["qwen2"].inputs(MODEL, [70, 41])
+    with kvcompress.compress(MODEL, "adakv", 0.6, cache_implementation=kind) as session:
+        generate(MODEL, inputs, 4)
+    for layer in session.cache.compressed_layers:
+        assert layer.storage.held() == (layer.storage.columns(73) >= 0).sum(2).tolist()
+
+
 PROTOCOLS = {
     "plain": {},
     "fed again": {"first_token": "compressed"},
