@@ -49,7 +49,7 @@ class OffloadedStorage(Storage):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.tail: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._leaving: Leaving | None = None
-        self._shown: torch.Tensor | None = None  # `visible`, with slots for later tokens
+        self._shown: torch.Tensor | None = None  # on CUDA, `visible` with slots for later tokens
         if self.stream is not None and isinstance(inner, DenseStorage) and inner.keys.device.type == "cuda":
             for name in ("keys", "values", "indices", "pads"):
                 if (part := getattr(inner, name)) is not None:
@@ -175,11 +175,13 @@ class OffloadedStorage(Storage):
         return self.fetched
 
     def visible(self) -> torch.Tensor | None:
-        if self.fills_all_slots or (self._shown is None and self.inner.visible() is None):
-            return None
-        if self._shown is None or self._shown.shape[2] < self.length:  # in front, slots stay as they are
-            more = self._tail_length + 2 * TAIL
-            self._shown = F.pad(on_device(self.inner.visible(), self.device), (0, more), value=True)
+        if self._shown is not None and self._shown.shape[2] >= self.length:  # in front, slots stay as they are
+            return self._shown[:, :, : self.length]
+        visible = None if self.fills_all_slots else self.inner.visible()
+        if visible is None or self.stream is None:
+            return visible if visible is None else visible.to(self.device)
+        visible = on_device(visible, self.device)
+        self._shown = F.pad(visible, (0, self._tail_length + 2 * TAIL), value=True)
         return self._shown[:, :, : self.length]
 
     def held(self) -> list[list[int]] | None:
