@@ -178,10 +178,11 @@ class OffloadedStorage(Storage):
         if self._shown is not None and self._shown.shape[2] >= self.length:  # in front, slots stay as they are
             return self._shown[:, :, : self.length]
         visible = None if self.fills_all_slots else self.inner.visible()
-        if visible is None or self.stream is None:
-            return visible if visible is None else visible.to(self.device)
-        visible = on_device(visible, self.device)
-        self._shown = F.pad(visible, (0, self._tail_length + 2 * TAIL), value=True)
+        if visible is None:
+            return None
+        if self.stream is None:
+            return visible.to(self.device)
+        self._shown = F.pad(on_device(visible, self.device), (0, self._tail_length + 2 * TAIL), value=True)
         return self._shown[:, :, : self.length]
 
     def held(self) -> list[list[int]] | None:
