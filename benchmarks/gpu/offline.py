@@ -104,9 +104,9 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
     few = head_dim * 3 // 5  # channels that a key of ThinK's keeps
     of = ((0, False), (0, True), (2, False), (3, False), (4, False), (8, False))
     for bits, appends, key_dim in ((0, False, few), *((*each, head_dim) for each in of)):
-        blocks = ragged_decode_triton.blocks_of(key_dim, head_dim, dtype, bool(bits))
-        if key_dim == few:
-            blocks = ragged_decode_triton.few_blocks_of(few, head_dim, dtype)
+        is_few = key_dim == few
+        blocks = ragged_decode_triton.blocks_of(head_dim, head_dim, dtype, bool(bits))
+        blocks = ragged_decode_triton.few_blocks_of(few, head_dim, dtype) if is_few else blocks
         options = {"num_stages": blocks.pop("num_stages")}
         stored, book = ("*u8", "*fp32") if bits else (pointer, pointer)
         types = {"query": pointer, "output": pointer, "keys": stored, "values": stored, "scaling": "fp32"}
@@ -115,9 +115,9 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
         types |= {"partial": "*fp32", "maxima": "*fp32", "sums": "*fp32"}
         sizes = {"KEY_DIM": key_dim, "VALUE_DIM": head_dim, "BLOCK_GROUPS": max(16, triton.next_power_of_2(GROUPS))}
         fixed = {"BITS": bits, "APPENDS": appends, "COUNTED": appends, "GROUPS": GROUPS, **sizes, **blocks}
-        fixed |= {"CHOOSES": key_dim == few, "PART": 0, "PARTS": 1 + (key_dim == few), "QUERY_DIM": head_dim}
+        fixed |= {"CHOOSES": is_few, "PART": 0, "PARTS": 1 + is_few, "QUERY_DIM": head_dim}
         of = f", {bits} bits" if bits else ", with a new token" if appends else ""
-        of += f", {few} channels" if key_dim == few else ""
+        of += f", {few} channels" if is_few else ""
         yield Kernel(f"_attend, {name}{of}", ragged_decode_triton._attend, types, fixed, options)
     types |= {"table": "*i64", "ends": "*i64", "recent_keys": pointer, "recent_values": pointer, "scale": pointer}
     types |= dict.fromkeys(("blocks", "batch", "recent", "capacity"), "i32")

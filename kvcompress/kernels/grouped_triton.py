@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .pieces import Pieces
-from .ragged_decode_triton import attended, blocks_of, combine, splits_of
+from .ragged_decode_triton import attended, blocks_of, combined, empty_parts, splits_of
 
 FIELDS = tl.constexpr(9)  # of a row's piece in the table
 WARPS = 8  # with fewer, registers spill
@@ -30,10 +30,7 @@ def grouped_decode_triton(
     sizes = blocks_of(key_dim, value_dim, query.dtype, is_packed=True)
     splits = splits or splits_of(segments, triton.cdiv(pieces.longest, sizes["BLOCK_KEYS"]), query.device)
     query = query.contiguous()
-    output = query.new_empty(*query.shape[:3], value_dim)
-    partial = torch.empty(segments * groups, splits, value_dim, device=query.device, dtype=torch.float32)
-    maxima = torch.empty(segments * groups, splits, device=query.device, dtype=torch.float32)
-    sums = torch.empty_like(maxima)
+    parts = empty_parts(query, value_dim, splits)
     scale = torch.empty(0, device=query.device, dtype=pieces.dtype)  # tells of their dtype
     with torch.cuda.device_of(query):  # triton launches on the current device
         _attend_groups[(segments, splits)](
@@ -43,9 +40,7 @@ def grouped_decode_triton(
             recent_keys,
             recent_values,
             scale,
-            partial,
-            maxima,
-            sums,
+            *parts,
             blocks,
             batch,
             recent,
@@ -62,9 +57,7 @@ def grouped_decode_triton(
             num_warps=WARPS,
             **sizes,
         )
-        of_value = {"VALUE_DIM": value_dim, "BLOCK_VALUE_DIM": sizes["BLOCK_VALUE_DIM"]}
-        combine[(segments * groups,)](partial, maxima, sums, output, SPLITS=splits, **of_value)
-    return output
+        return combined(query, parts, sizes)
 
 
 @triton.jit

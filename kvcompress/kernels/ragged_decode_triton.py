@@ -58,13 +58,13 @@ def ragged_decode_triton(
     blocks = blocks_of(*dims, query.dtype, bool(bits))
     splits = splits or splits_of(starts.numel(), triton.cdiv(longest, blocks["BLOCK_KEYS"]), query.device)
     query = query.contiguous()
-    parts = _empty_parts(query, dims[1], splits)
+    parts = empty_parts(query, dims[1], splits)
     codebooks = scales or (query, query) if codecs is None else [codec.codebook for codec in codecs]  # read with bits
     segments = keys, values, starts, lengths, appended
     with torch.cuda.device_of(query):  # triton launches on the current device
         _attend_to(query, segments, dims, parts, splits, scaling, blocks, bits=bits, codebooks=codebooks, new=new)
         if codecs is None:
-            return _combined(query, parts, splits, blocks)
+            return combined(query, parts, blocks)
         output = query.new_empty(*query.shape[:3], dims[1])
         combine_back_triton(*parts, codecs[1], output)
     return output
@@ -94,7 +94,7 @@ def few_channels_decode_triton(
     if splits is None:
         wanted = triton.cdiv(max(few[4], all_[4]), blocks["BLOCK_KEYS"])
         splits = min(splits_of(channels[..., 0].numel(), wanted, query.device), MOST_SPLITS // 2)
-    parts = _empty_parts(query, value_dim, 2 * splits)
+    parts = empty_parts(query, value_dim, 2 * splits)
     fewer = few_blocks_of(channels.shape[2], value_dim, query.dtype)
     with torch.cuda.device_of(query):
         dims = channels.shape[2], value_dim
@@ -102,10 +102,10 @@ def few_channels_decode_triton(
         _attend_to(query, segments, dims, parts, splits, scaling, fewer, channels=channels.contiguous(), of=(0, 2))
         dims, segments = (query.shape[3], value_dim), (*all_[:4], all_[5])
         _attend_to(query, segments, dims, parts, splits, scaling, blocks, new=new, of=(1, 2))
-        return _combined(query, parts, 2 * splits, blocks)
+        return combined(query, parts, blocks)
 
 
-def _empty_parts(query: torch.Tensor, value_dim: int, splits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def empty_parts(query: torch.Tensor, value_dim: int, splits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what `_attend` leaves: outputs, maxima and sums of each query's parts."""
     rows = query.shape[0] * query.shape[1]
     maxima, sums = (torch.empty(rows, splits, device=query.device, dtype=torch.float32) for _ in range(2))
@@ -159,12 +159,12 @@ def _attend_to(
     )
 
 
-def _combined(query: torch.Tensor, parts: tuple, splits: int, blocks: dict[str, int]) -> torch.Tensor:
+def combined(query: torch.Tensor, parts: tuple, blocks: dict[str, int]) -> torch.Tensor:
     """Return the output of the parts, (batch, heads, 1, value_dim)."""
-    value_dim = parts[0].shape[2]
+    rows, splits, value_dim = parts[0].shape
     output = query.new_empty(*query.shape[:3], value_dim)
     of_value = {"VALUE_DIM": value_dim, "BLOCK_VALUE_DIM": blocks["BLOCK_VALUE_DIM"]}
-    combine[(len(parts[0]),)](*parts, output, SPLITS=splits, **of_value)
+    combine[(rows,)](*parts, output, SPLITS=splits, **of_value)
     return output
 
 

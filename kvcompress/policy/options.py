@@ -59,8 +59,8 @@ class Engine:
         cache_implementation: `dynamic`: buffers grow as needed; `static`: after the prompt, the entries move into
             buffers of fixed shape, with room for `max_new_tokens`, so that decoding can run as one compiled graph;
             `offloaded`: in CPU memory, fetched one layer ahead; `offloaded_static`: as well, with room for
-            `max_new_tokens` and no more;
-            `quantized`: entries are stored once, in `kv_bits`; `think`: keys lose channels (docs/low-bits.md).
+            `max_new_tokens` and no more; `quantized`: entries are stored once, in `kv_bits`; `think`: keys lose
+            channels (docs/low-bits.md).
         kv_bits, kv_backend: for `quantized`, bits per number, and `quanto`, `hqq`, `turboquant` or `fp8`,
             which has 8 bits, also by default.
         kv_group_size, kv_residual: for `quanto` and `hqq`, the numbers that share a scale, and the decoded tokens that

@@ -31,14 +31,12 @@ class Budget(NamedTuple):
     Attributes:
         step: kernels per layer and step above DynamicCache's.
         eviction: kernels per layer that an eviction adds; None if nothing is evicted. It waits for nothing.
-        prefill_waits: waits of all layers; 1: a prompt's ids and mask are copied to the host together.
         in_flight: waits of a step of `generate_many`, evicting steps included; None if that is not supported. 1: the
             tokens are chosen on the host.
     """
 
     step: int = 0
     eviction: int | None = None
-    prefill_waits: int = 1
     in_flight: int | None = 1
 
 
@@ -129,12 +127,12 @@ def test_an_eviction_launches_no_more_than_its_budget_and_waits_for_nothing(rows
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_prefill_waits_once_not_once_per_layer(rows, cache):
-    assert rows[cache]["prefill_waits"] == BUDGETS[cache].prefill_waits
+    assert rows[cache]["prefill_waits"] == 1  # a prompt's ids and mask are copied to the host together
 
 
 @pytest.mark.parametrize("cache", [cache for cache in CACHES if "decode_budget" not in cache.values[0]])
 def test_a_prefill_of_several_rows_waits_once_too(counted, cache):
-    assert counted[1][cache]["prefill_waits"] == BUDGETS[cache].prefill_waits
+    assert counted[1][cache]["prefill_waits"] == 1
 
 
 def test_a_step_of_requests_in_flight_waits_once(counted):
