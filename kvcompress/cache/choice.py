@@ -118,7 +118,7 @@ class Choice:
         """Return what later choices need of a prompt that is kept whole: its sums and `Kept.noted`.
 
         They are the same as for a prompt that is compressed."""
-        if self.policy.decode is None or not max(context):
+        if self.policy.decode is None:
             return sums, None
         cluster, part = self.policy.cluster, self.candidates(states, view, context, sums)
         if sums is not None:  # the context's entries have sums over the whole prompt's queries

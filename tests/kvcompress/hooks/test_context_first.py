@@ -183,15 +183,17 @@ def test_layers_that_slide_go_on_from_a_known_context():
     assert prefixes.reused_tokens == 63 - ASKS
 
 
-@pytest.mark.parametrize("method", ["tgv-kv", "prefixkv", "snapkv:d2o"])
-def test_what_a_choice_left_for_evictions_while_decoding_outlives_the_question(method):
+@pytest.mark.parametrize(
+    ("method", "ratio"), [("tgv-kv", 0.4), ("prefixkv", 0.4), ("snapkv:d2o", 0.4), ("tgv-kv", 1.0), ("prefixkv", 1.0)]
+)
+def test_what_a_choice_left_for_evictions_while_decoding_outlives_the_question(method, ratio):
     name, _, merge = method.partition(":")
     model, found = QWEN2.build(), []
     inputs = QWEN2.inputs(model, [63])
     options = {"decode_budget": 40, **({"merge": merge} if merge else {})}
     context = {each: part[:, :-ASKS] for each, part in inputs.items()}
     for prompt, scope in ((context, {}), (inputs, FIRST)):
-        with kvcompress.compress(model, name, 0.4, **options, **scope) as session, torch.no_grad():
+        with kvcompress.compress(model, name, ratio, **options, **scope) as session, torch.no_grad():
             model(**prompt)
         found.append([(layer.memory.noted, layer.memory.merge_threshold) for layer in session.cache.layers])
     for alone, asked in zip(*found, strict=True):
