@@ -107,7 +107,7 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
         is_few = key_dim == few
         blocks = ragged_decode_triton.blocks_of(head_dim, head_dim, dtype, bool(bits))
         blocks = ragged_decode_triton.few_blocks_of(few, head_dim, dtype) if is_few else blocks
-        options = {"num_stages": blocks.pop("num_stages")}
+        options = {name: blocks.pop(name) for name in ("num_stages", "num_warps")}
         stored, book = ("*u8", "*fp32") if bits else (pointer, pointer)
         types = {"query": pointer, "output": pointer, "keys": stored, "values": stored, "scaling": "fp32"}
         types |= {"key_codebook": book, "value_codebook": book, "starts": "*i64", "lengths": "*i64"}
@@ -121,11 +121,12 @@ def kernels(head_dim: int, dtype: torch.dtype) -> Iterator[Kernel]:
         yield Kernel(f"_attend, {name}{of}", ragged_decode_triton._attend, types, fixed, options)
     types |= {"table": "*i64", "ends": "*i64", "recent_keys": pointer, "recent_values": pointer, "scale": pointer}
     types |= dict.fromkeys(("blocks", "batch", "recent", "capacity"), "i32")
-    warps = options | {"num_warps": grouped_triton.WARPS}
+    blocks = grouped_triton.group_blocks_of(head_dim, head_dim, dtype)
+    options = {name: blocks.pop(name) for name in ("num_stages", "num_warps")}
     for bits, is_hqq in ((4, False), (4, True), (1, True)):
         exact = {"BITS": bits, "IS_HQQ": is_hqq, "GROUP_SIZE": 64, "KV_HEADS": 4, "GROUPS": GROUPS, **sizes, **blocks}
         of = f"{'hqq' if is_hqq else 'quanto'}, {bits} bits"
-        yield Kernel(f"_attend_groups, {name}, {of}", grouped_triton._attend_groups, types, exact, warps)
+        yield Kernel(f"_attend_groups, {name}, {of}", grouped_triton._attend_groups, types, exact, options)
     fixed = {"SPLITS": 32, "VALUE_DIM": head_dim, "BLOCK_VALUE_DIM": blocks["BLOCK_VALUE_DIM"]}
     yield Kernel(f"combine, {name}", ragged_decode_triton.combine, types, fixed, {})
 

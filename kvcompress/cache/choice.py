@@ -70,6 +70,7 @@ class Choice:
             padding=None if tokens.padding is None else tokens.padding.to(device),
             vision=vision,
             frame_tokens=tokens.frame_tokens,
+            questions=tokens.questions,
             protected=None if protected is None else protected.to(device),
             protected_lengths=counts,
             groups=None if tokens.groups is None else tokens.groups.to(device),
@@ -115,9 +116,8 @@ class Choice:
     def of_whole(
         self, states: States, view: LayerView, context: list[int], sums: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return what later choices need of a prompt that is kept whole: its sums and `Kept.noted`.
-
-        They are the same as for a prompt that is compressed."""
+        """Return what later choices need of a prompt that is kept whole, the same as of one that is compressed: its
+        sums and `Kept.noted`."""
         if self.policy.decode is None:
             return sums, None
         cluster, part = self.policy.cluster, self.candidates(states, view, context, sums)
@@ -372,11 +372,11 @@ class Choice:
 
     def _added(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
         """Return what the latest queries add to each entry's sum, a block of queries at a time to save memory."""
-        sums = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
-        seen = view.stored.seen - queries.shape[2]
+        sums, seen = 0, view.stored.seen - queries.shape[2]
         for some in queries.split(BLOCK, dim=2):
             seen += some.shape[2]
-            sums += self.policy.cluster.observe(some, keys, replace(view, stored=replace(view.stored, seen=seen)))
+            now = replace(view, stored=replace(view.stored, seen=seen))
+            sums = sums + self.policy.cluster.observe(some, keys, now).float()
         return sums
 
     def _shares(self, view: LayerView, shares: list[list[int]] | None, protected: Protected | None = None) -> list[int]:

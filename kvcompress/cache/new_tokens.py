@@ -12,7 +12,7 @@ from ..errors import KVCompressError
 from ..policy.options import Engine
 from ..policy.passages import Decoder
 from ..policy.policy import Policy
-from ..scoring.vision import frame_tokens, vision_token_mask
+from ..scoring.vision import frame_tokens, question_lengths, vision_token_mask
 from ..scoring.windows import pad_columns
 from .protected import Protected, protected_tokens
 
@@ -30,6 +30,7 @@ class NewTokens:
         context: leading real tokens of each row that are compressed; the rest, the question, is kept.
         row_seeds: a checksum of each row's real tokens, or of its context's if that passes through the model first.
         frame_tokens: vision tokens per frame of each row, 0 if unknown, see `scoring.vision.frame_tokens`.
+        questions: `LayerView.questions` of each row's context; empty if `vision` is None.
         source: if tokens were dropped before a layer, LongTensor (batch, left), the columns that reach the layer, -1
             where a row has fewer (`padding` then counts those).
         protected: bool (batch, columns), True at the tokens that `protect=` and `protect_text=` keep from the choice
@@ -50,6 +51,7 @@ class NewTokens:
     context: list[int]
     row_seeds: tuple[int, ...]
     frame_tokens: tuple[int, ...] = ()
+    questions: tuple[int, ...] = ()
     source: torch.Tensor | None = None
     protected: torch.Tensor | None = None
     protected_lengths: tuple[int, ...] = ()
@@ -65,10 +67,11 @@ class NewTokens:
         """Return these columns alone, as one piece of a prompt that is processed in several."""
         pads = [min(max(self.columns - length - start, 0), stop - start) for length in self.lengths]
         lengths = [stop - start - n for n in pads]
-        vision, counts = None, []
+        vision, counts, questions = None, [], ()
         if self.vision is not None:
             vision = self.vision[:, start:stop]
-            counts = vision.sum(1).tolist()
+            (here,) = fetched(vision)
+            counts, questions = here.sum(1).tolist(), question_lengths(here, lengths)
         seen = self.seen_vision
         if seen is not None:
             seen = seen[:, : seen.shape[1] - self.columns + stop]
@@ -81,6 +84,7 @@ class NewTokens:
             padding=padding,
             vision=vision,
             vision_lengths=counts,
+            questions=questions,
             context=lengths,
             seen_vision=seen,
             protected=protected,
@@ -153,6 +157,7 @@ class NewTokens:
             padding = on_device(pads, mask.device)
         vision, vision_lengths, seeds = None, [], (0,) * batch
         frames: tuple[int, ...] = ()
+        questions: tuple[int, ...] = ()
         if ids is not None:
             vision = vision_token_mask(config, ids)
             frames = frame_tokens(config, ids, grid)
@@ -172,11 +177,24 @@ class NewTokens:
         if policy.fair is not None and is_first:
             groups = on_device(policy.fair.groups(lengths, columns), place)
         if vision is not None:
-            ends = torch.tensor([columns - n + m for n, m in zip(lengths, context, strict=True)])
-            vision_lengths = (vision & (torch.arange(columns) < ends[:, None])).sum(1).tolist()
+            behind = [n - m for n, m in zip(lengths, context, strict=True)]  # of the context
+            inside = vision & (torch.arange(columns) < columns - torch.tensor(behind)[:, None])
+            vision_lengths = inside.sum(1).tolist()
+            asking = zip(question_lengths(inside, lengths), behind, strict=True)
+            questions = tuple(n - m for n, m in asking)
             vision = on_device(vision, input_ids.device)
         return cls(
-            columns, lengths, padding, vision, vision_lengths, context, seeds, frames, groups=groups, **protected
+            columns,
+            lengths,
+            padding,
+            vision,
+            vision_lengths,
+            context,
+            seeds,
+            frames,
+            questions,
+            groups=groups,
+            **protected,
         )
 
 

@@ -33,25 +33,27 @@ class CURKVCluster(KVCluster):
 
     @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
-        of_keys = self._leverage(keys, view.padding)
-        of_values = self._leverage(values, view.padding)
+        of_keys, of_values = self._leverage(keys, values, view.padding)
         scores = {
-            "key": of_keys,
-            "value": of_values,
-            "kv_avg": (of_keys + of_values) / 2,
-            "kv_product": of_keys * of_values,
-        }[self.leverage]
+            "key": lambda: of_keys,
+            "value": lambda: of_values,
+            "kv_avg": lambda: (of_keys + of_values) / 2,
+            "kv_product": lambda: of_keys * of_values,
+        }[self.leverage]()
         scores = scores / scores.sum(-1, keepdim=True)  # makes heads comparable
         scores[..., : self.sinks] = float("inf")
         return aligned_right(scores, view.padding)
 
-    def _leverage(self, states: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-        """Return (batch, kv_heads, columns), with each row's first token at column 0 and zeros at pads."""
-        columns = states.shape[2]
-        squares = states.float().square().sum(-1)
+    def _leverage(
+        self, keys: torch.Tensor, values: torch.Tensor, padding: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return those of keys and of values, each (batch, kv_heads, columns), with each row's first token at column 0
+        and zeros at pads."""
+        columns = keys.shape[2]
+        squares = torch.cat([states.float().square().sum(-1) for states in (keys, values)], dim=1)
         if padding is not None:
             squares = squares.masked_fill(pad_columns(padding, columns), 0.0)
         window = self.window_size or columns
         windows = F.pad(aligned_left(squares, padding), (0, -columns % window)).unflatten(-1, (-1, window))
         total = windows.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)  # pads have none
-        return (windows / total).flatten(2)[..., :columns]
+        return (windows / total).flatten(2)[..., :columns].chunk(2, dim=1)

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field, NonNegativeInt
 
+from ..device import on_device
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
 from ..scoring.rows import handles_padding
-from ..scoring.selection import top_indices
+from ..scoring.selection import ranks
 from ..scoring.vision import text_first
 from .base import KVCluster
 
@@ -43,43 +44,40 @@ class InfiniPotVKVCluster(KVCluster):
     @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         scores = text_first(values.float().norm(dim=-1), view)
-        if view.vision is None:
+        sizes = [self.frame_tokens or found for found in view.frame_tokens or [0] * len(keys)]
+        if view.vision is None or not max(sizes):
             return scores
-        found = view.frame_tokens or (0,) * len(view.lengths)
-        vision, rank = view.vision_by_head, view.vision_rank
-        rank = vision.cumsum(2) - 1 if rank is None else rank
-        padding = torch.zeros(1, 1, dtype=torch.long) if view.padding is None else view.padding
-        entries = (keys.shape[2] - padding).expand(len(keys), keys.shape[1]).tolist()
-        for row, budget in enumerate(view.budgets):
-            for head in range(keys.shape[1]):
-                of_head = head % vision.shape[1]
-                columns = vision[row, of_head].nonzero()[:, 0]
-                room = max(budget - (entries[row][head] - len(columns)), 0)
-                size = self.frame_tokens or found[row]
-                chosen = self.least_redundant(keys[row, head, columns], rank[row, of_head, columns], size, room)
-                scores[row, head, columns[chosen]] = 0.0  # above all other vision tokens
-        return scores
+        vision, columns = view.vision_by_head.expand(keys.shape[:3]), keys.shape[2]
+        pads = 0 if view.padding is None else view.padding
+        budgets = [budget if size else 0 for budget, size in zip(view.budgets, sizes, strict=True)]
+        budgets = on_device(budgets, keys.device)[:, None]
+        room = (budgets - (columns - pads - vision.sum(2))).clamp(min=0)  # (batch, kv_heads)
+        chosen = room - ((1 - self.tar) * room.double()).round()
+        return scores.masked_fill(self.least_redundant(keys, vision, sizes, chosen, view), 0.0)  # above other vision
 
-    def least_redundant(self, keys: torch.Tensor, rank: torch.Tensor, frame_tokens: int, room: int) -> torch.Tensor:
-        """Return the vision tokens of a KV head that are kept first, LongTensor (chosen,).
+    def least_redundant(
+        self, keys: torch.Tensor, vision: torch.Tensor, sizes: list[int], chosen: torch.Tensor, view: LayerView
+    ) -> torch.Tensor:
+        """Return which vision tokens are kept first, bool (batch, kv_heads, columns).
 
         Args:
-            keys: (vision tokens, head_dim).
-            rank: LongTensor (vision tokens,), ascending: the index of each among all vision tokens of the row.
-            room: entries that the head may keep of them.
+            keys: (batch, kv_heads, columns, head_dim).
+            vision: bool (batch, kv_heads, columns).
+            sizes: vision tokens per frame of each row.
+            chosen: how many are kept, (batch, kv_heads).
         """
-        tokens = len(keys)
-        frames = tokens // frame_tokens if frame_tokens else 0
-        chosen = min(room - round((1 - self.tar) * room), tokens)
-        if frames < 2 or not chosen:
-            return torch.empty(0, dtype=torch.long, device=keys.device)
-        frame, place = rank // frame_tokens, rank % frame_tokens
-        ended = (rank[-1] + 1) // frame_tokens  # complete frames
-        is_recent = frame >= ended - max(1, int(self.recent * frames))
-        compared = is_recent & (frame < ended)
+        rank = vision.cumsum(2) - 1 if view.vision_rank is None else view.vision_rank.expand_as(vision)
+        size = on_device(sizes, keys.device)[:, None, None].clamp(min=1)
+        frames = vision.sum(2, keepdim=True) // size
+        frame, place = rank // size, rank % size
+        ended = (rank.masked_fill(~vision, -1).amax(2, keepdim=True) + 1) // size  # complete frames
+        is_recent = frame >= ended - (self.recent * frames.double()).long().clamp(min=1)
+        compared = vision & is_recent & (frame < ended)
         unit = F.normalize(keys.float(), dim=-1)
-        recent = unit.new_zeros(frame_tokens, unit.shape[1]).index_add_(0, place[compared], unit[compared])
-        count = torch.bincount(place[compared], minlength=frame_tokens).clamp(min=1)
-        likeness = (unit * (recent / count[:, None])[place]).sum(-1)  # mean of the cosines
-        novelty = torch.where(is_recent, float("inf"), -likeness)
-        return top_indices(novelty[None, None], [chosen])[0, 0]
+        recent = unit.new_zeros(*unit.shape[:2], max(sizes), unit.shape[3])
+        at = place.unsqueeze(-1).expand_as(unit)
+        recent = recent.scatter_add(2, at, unit.masked_fill(~compared.unsqueeze(-1), 0.0))
+        count = torch.zeros_like(recent[..., 0]).scatter_add(2, place, compared.float()).clamp(min=1)
+        likeness = (unit * (recent / count.unsqueeze(-1)).gather(2, at)).sum(-1)  # mean of the cosines
+        novelty = torch.where(is_recent, float("inf"), -likeness).masked_fill(~vision, float("-inf"))
+        return (ranks(novelty) < chosen.unsqueeze(-1)) & vision & (frames >= 2)

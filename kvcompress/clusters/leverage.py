@@ -46,7 +46,7 @@ def inverse_form(vectors: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     Takes vectors (..., columns, dims) and a positive definite matrix (..., dims, dims), both in double precision, and
     returns (..., columns) in fp32."""
     factor, _ = torch.linalg.cholesky_ex(matrix)  # unchecked: a row with infinite states has none
-    return (vectors * torch.cholesky_solve(vectors.mT, factor).mT).sum(-1).float()
+    return torch.linalg.solve_triangular(factor, vectors.mT, upper=False).square().sum(-2).float()
 
 
 def gaussian(head_dim: int, sketch: int, seed: int) -> torch.Tensor:

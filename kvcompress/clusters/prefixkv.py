@@ -67,9 +67,9 @@ class PrefixKVCluster(CalibratedKVCluster):
 
     def place(self, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
         """Return scores that rank later entries higher; entries before the evicted slot stay."""
-        place = torch.arange(keys.shape[2], device=keys.device)
+        place = torch.arange(keys.shape[2], dtype=torch.float32, device=keys.device)
         place = place if view.padding is None else place - view.padding[..., None]
-        return place.float().masked_fill(place < view.noted[..., None], float("inf"))
+        return torch.where(place < view.noted[..., None], torch.inf, place)
 
     # -- layer sizes from a calibration
 

@@ -34,7 +34,7 @@ class RandomKVCluster(KVCluster):
 
     @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
-        return uniform_noise(view, keys.shape[1], keys.shape[2], self.seed).to(keys.device)
+        return uniform_noise(view, keys, self.seed)
 
     def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
         tenth = self.of_variant("recent_tenth")

@@ -38,8 +38,8 @@ class SAGEKVCluster(HeavyHitterKVCluster):
 
     def carried(self, sums: torch.Tensor, view: LayerView) -> torch.Tensor:
         # Recent tokens were not chosen: once they leave the window they are evicted before chosen ones, oldest first.
-        recent = view.protect_recent(torch.zeros_like(sums), [self.recent_tokens(budget) for budget in view.budgets])
-        return sums.masked_fill(recent.isinf() & sums.isfinite(), 0.0)
+        recent = view.protect_recent(sums, [self.recent_tokens(budget) for budget in view.budgets]) == torch.inf
+        return torch.where(recent & (sums != torch.inf), 0.0, sums)
 
     def recent_tokens(self, budget: int) -> int:
         return max(1, super().recent_tokens(budget))

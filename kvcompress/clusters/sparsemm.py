@@ -14,7 +14,7 @@ from ..methods import register_method
 from ..scoring.layer_view import LayerView
 from ..scoring.rows import handles_padding
 from ..scoring.selection import ranks
-from ..scoring.vision import observer_queries
+from ..scoring.vision import observer_queries, observers
 from .calibrated import CalibratedKVCluster
 from .snapkv import SnapKVCluster
 
@@ -69,10 +69,10 @@ class SparseMMKVCluster(CalibratedKVCluster):
         hits = torch.zeros(queries.shape[1], device=keys.device)
         if view.vision is None or not view.vision.any():
             return {"hits": hits}
-        observers = observer_queries(view, keys)[0]
-        for rows, weights in view.attention_blocks(queries, keys, int(observers.int().argmax())):
+        asking, first = observer_queries(view, keys)[0], keys.shape[2] - max(observers(view))
+        for rows, weights in view.attention_blocks(queries, keys, first):
             most = weights[0].argmax(-1).flatten(0, 1)  # (heads, rows)
-            hits += (view.vision[0][most] & observers[rows]).sum(1)
+            hits += (view.vision[0][most] & asking[rows]).sum(1)
         return {"hits": hits}
 
     def known_from(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -44,7 +44,7 @@ class TGVKVCluster(KVCluster):
             scores = view.window_attention(queries, keys, 1)[..., 0, :].mean(2)
             if view.noted is not None:
                 age = torch.arange(keys.shape[2], 0, -1, device=keys.device)
-                scores = scores.masked_fill(age <= view.noted[..., None], float("inf"))
+                scores = torch.where(age <= view.noted[..., None], torch.inf, scores)
         else:
             scores = view.column_sums(queries, keys).mean(1, keepdim=True)
             if view.vision is not None:
@@ -66,8 +66,8 @@ def weighted_question_attention(queries: torch.Tensor, keys: torch.Tensor, view:
 
     Each query is weighted by the mean attention that it receives from those that see it. Attention is averaged over the
     heads."""
-    observers = observer_queries(view, keys)
-    received = view.column_sums(queries, keys, observers).mean(1)
+    asking = observer_queries(view, keys)
+    received = view.column_sums(queries, keys, asking).mean(1)
     column = torch.arange(keys.shape[2], 0, -1, device=keys.device)  # how many queries see each
-    weight = received / column * observers
+    weight = received / column * asking
     return view.column_sums(queries, keys, weight).mean(1)

@@ -99,7 +99,7 @@ def read_again(decoder: PreTrainedModel, inputs: DecoderInputs, cache: Compresse
     instruction = embedded(decoder, ids.expand(len(embeddings), -1))
     # Chunks are counted from each row's first token after its sinks, so a row is cut as it would be alone.
     first = pads.sum(1, keepdim=True)
-    behind = columns - int(first.min()) - cluster.sinks
+    behind = max(part.view.lengths) - cluster.sinks
     for start in range(0, behind, cluster.chunk_size):
         width = min(cluster.chunk_size, behind - start)
         chunk = first + cluster.sinks + start + torch.arange(width, device=first.device)

@@ -10,7 +10,6 @@ from .pieces import Pieces
 from .ragged_decode_triton import attended, blocks_of, combined, empty_parts, splits_of
 
 FIELDS = tl.constexpr(9)  # of a row's piece in the table
-WARPS = 8  # with fewer, registers spill
 
 
 def grouped_decode_triton(
@@ -27,7 +26,7 @@ def grouped_decode_triton(
     blocks, batch, kv_heads = pieces.ends.shape
     key_dim, value_dim = query.shape[3], recent_values.shape[3]
     segments, groups = batch * kv_heads, query.shape[1] // kv_heads
-    sizes = blocks_of(key_dim, value_dim, query.dtype, is_packed=True)
+    sizes = group_blocks_of(key_dim, value_dim, query.dtype)
     splits = splits or splits_of(segments, triton.cdiv(pieces.longest, sizes["BLOCK_KEYS"]), query.device)
     query = query.contiguous()
     parts = empty_parts(query, value_dim, splits)
@@ -54,10 +53,18 @@ def grouped_decode_triton(
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
             BLOCK_GROUPS=max(16, triton.next_power_of_2(groups)),
-            num_warps=WARPS,
             **sizes,
         )
         return combined(query, parts, sizes)
+
+
+def group_blocks_of(key_dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return `blocks_of` groups, as many keys as leave no register to spill."""
+    blocks = blocks_of(key_dim, value_dim, dtype, is_packed=True)
+    if dtype != torch.float32:
+        return {**blocks, "num_warps": 8}
+    is_wide = max(blocks["BLOCK_KEY_DIM"], blocks["BLOCK_VALUE_DIM"]) > 128
+    return {**blocks, "BLOCK_KEYS": 16 if is_wide else 32, "num_warps": 16 if is_wide else 8}
 
 
 @triton.jit

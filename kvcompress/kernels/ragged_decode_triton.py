@@ -21,8 +21,10 @@ MOST_SPLITS = 64
 PROGRAMS_PER_PROCESSOR = 4
 STAGES = 3  # blocks on their way to shared memory; Triton's default
 FEW_CHANNELS_STAGES = 2  # whose rows are not aligned: with three, a register spills
-PACKED_NUMBERS = 4096  # of a block of keys that is unpacked
+PACKED_BYTES = 8192  # of a block of keys once it is unpacked, which needs registers
 PACKED_STAGES = 1  # a block is loaded bit by bit: three stages would need 154 KB
+WARPS = 4  # Triton's default
+FP32_WARPS = 8  # with fewer, blocks of fp32 spill registers
 
 
 def ragged_decode_triton(
@@ -169,22 +171,25 @@ def combined(query: torch.Tensor, parts: tuple, blocks: dict[str, int]) -> torch
 
 
 def blocks_of(key_dim: int, value_dim: int, dtype: torch.dtype, is_packed: bool) -> dict[str, int]:
-    """The sizes of `_attend`'s blocks, with which no register spills (`python -m benchmarks.gpu.offline`): unpacking
-    needs registers, so that packed blocks are smaller."""
+    """Sizes of `_attend`'s blocks and its launch options.
+
+    With them no register spills (`python -m benchmarks.gpu.offline`)."""
     block_key, block_value = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
-    most = PACKED_NUMBERS // max(block_key, block_value) if is_packed else MOST_KEYS
-    fitting = BLOCK_BYTES // (max(block_key, block_value) * dtype.itemsize)
+    fitting = (PACKED_BYTES if is_packed else BLOCK_BYTES) // (max(block_key, block_value) * dtype.itemsize)
     return {
         "BLOCK_KEY_DIM": block_key,
         "BLOCK_VALUE_DIM": block_value,
-        "BLOCK_KEYS": min(max(most, 16), max(fitting, 16), MOST_KEYS),  # a matrix product needs 16 of each dimension
+        "BLOCK_KEYS": min(max(fitting, 16), MOST_KEYS),  # a matrix product needs 16 of each dimension
         "num_stages": PACKED_STAGES if is_packed else STAGES,
+        "num_warps": FP32_WARPS if is_packed and fitting < 16 else WARPS,
     }
 
 
 def few_blocks_of(channels: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """As `blocks_of`, of keys with some of the channels."""
-    return {**blocks_of(channels, value_dim, dtype, False), "num_stages": FEW_CHANNELS_STAGES}
+    """Return `blocks_of` keys with some of the channels."""
+    warps = FP32_WARPS if dtype == torch.float32 else WARPS
+    blocks = blocks_of(channels, value_dim, dtype, False)
+    return {**blocks, "num_stages": FEW_CHANNELS_STAGES, "num_warps": warps}
 
 
 def splits_of(segments: int, blocks: int, device: torch.device) -> int:

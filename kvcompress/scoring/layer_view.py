@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from ..device import on_device
 from ..errors import KVCompressError
 from ..kernels.column_sums import column_sums
 from ..kernels.compact import compact
@@ -77,6 +78,7 @@ class LayerView:
         vision_rank: in a later chunk, LongTensor (batch, kv_heads, columns): the number of the row's vision tokens
             before each column.
         frame_tokens: vision tokens per frame of each row's video, 0 if unknown; empty if no tokens are known.
+        questions: tokens of each row behind its last vision token, all of them if it has none; empty if unknown.
         protected: bool (batch, columns), True at columns that must stay, such as text when only vision tokens are
             evicted, or those of `protect=`. Among stored entries it is (batch, kv_heads, columns);
             `protected_by_head` covers both.
@@ -106,6 +108,7 @@ class LayerView:
     vision: torch.Tensor | None = None
     vision_rank: torch.Tensor | None = None
     frame_tokens: tuple[int, ...] = ()
+    questions: tuple[int, ...] = ()
     protected: torch.Tensor | None = None
     protected_lengths: tuple[int, ...] = ()
     groups: torch.Tensor | None = None
@@ -160,7 +163,7 @@ class LayerView:
             rotary = rotary.rows(rows) if self.is_decoding else rotary.rows(rows).from_column(first)
         of_columns = ("vision", "vision_rank", "protected", "groups", "sums", "received")
         of_row = {name: getattr(self, name) for name in ("merge_threshold", "noted")}
-        tuples = ("frame_tokens", "protected_lengths", "row_seeds", "mean_budgets")
+        tuples = ("frame_tokens", "questions", "protected_lengths", "row_seeds", "mean_budgets")
         return replace(
             self,
             lengths=[min(length, columns - first) for length in chosen(self.lengths)],
@@ -301,16 +304,18 @@ def gather(keys: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, sums
     return Kept(*compact(keys, values, indices), indices, sums)
 
 
-def uniform_noise(view: LayerView, kv_heads: int, columns: int, seed: int | str) -> torch.Tensor:
-    """Draw uniform numbers from [0, 1): (batch, kv_heads, columns), zero at pads.
+def uniform_noise(view: LayerView, keys: torch.Tensor, seed: int | str) -> torch.Tensor:
+    """Draw uniform numbers from [0, 1) for keys (batch, kv_heads, columns, ...): (batch, kv_heads, columns), zero at
+    pads.
 
     The draw depends on the seed, the layer and the row's own tokens: it is the same in any batch and on any device, and
     differs at each eviction."""
+    kv_heads, columns = keys.shape[1:3]
     noise = torch.zeros(len(view.lengths), kv_heads, columns, dtype=torch.float32)
     for row, (length, tokens) in enumerate(zip(view.lengths, view.tokens, strict=True)):
         generator = generator_of(seed, view.place, view.row_seeds[row], tokens)
         noise[row, :, columns - length :] = torch.rand(kv_heads, length, dtype=torch.float32, generator=generator)
-    return noise
+    return on_device(noise, keys.device)
 
 
 def generator_of(*parts: int | str) -> torch.Generator:

@@ -174,7 +174,7 @@ def into_followers(kept: Kept, keys: torch.Tensor, values: torch.Tensor, scores:
 
     mean = of_followers(scores.masked_fill(~known, 0.0)) / of_followers(known)
     chance = (scores / mean).nan_to_num(0.0)
-    merged = uniform_noise(view, keys.shape[1], columns, "cam").to(keys.device) < chance
+    merged = uniform_noise(view, keys, "cam") < chance
     merged &= _evicted(kept, keys, view)
     at = kept.indices.clamp(min=0).unsqueeze(-1).expand_as(kept.values)
     added = torch.zeros_like(kept.values, dtype=torch.float32)

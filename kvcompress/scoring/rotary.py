@@ -7,6 +7,7 @@ and padding need no formulas of their own.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,6 +87,8 @@ class Rotary:
 
     def to(self, device: torch.device) -> "Rotary":
         """Move to the device of a layer, for models whose layers are on several devices."""
+        if self.cos.device == device == self.inv_freq.device:
+            return self  # with what layers share
         return self._with_each(lambda part: part.to(device), "inv_freq")
 
     def columns(self, columns: torch.Tensor) -> "Rotary":
@@ -135,17 +138,32 @@ class Rotary:
 
     def unrotated(self, queries: torch.Tensor) -> torch.Tensor:
         """Undo the rotation of the last columns' queries, (batch, heads, queries, head_dim); returns fp32."""
-        cos, sin = (angle[:, None, -queries.shape[2] :].float() for angle in (self.cos, self.sin))
+        cos, sin, squares = (part[:, None, -queries.shape[2] :] for part in self._transposed)
         turned, rest = self._split(queries, cos.shape[-1])
-        # The transposed rotation. cos and sin have the model's precision, so their squares do not sum to exactly 1.
-        turned = (turned * cos - rotate_half(turned) * sin) / (cos.square() + sin.square())
-        return self._joined(turned, rest)
+        return self._joined((turned * cos + swapped(turned) * sin) / squares, rest)
+
+    @cached_property
+    def _transposed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The transposed rotation in fp32: factors of states and of `swapped` states, and the sum of their squares,
+        which is not exactly 1, as cos and sin have the model's precision."""
+        cos, sin = self.cos.float(), self.sin.float()
+        first, second = sin.chunk(2, dim=-1)
+        return cos, torch.cat([first, -second], dim=-1), cos.square() + sin.square()
 
     def mean_rotation(self, count: int, head_dim: int, padding: torch.Tensor | None = None) -> torch.Tensor:
         """Return the mean rotation matrix over the `count` text positions that follow each row's last.
 
         The result is (batch, head_dim, head_dim) in fp32; padding (batch, 1) is as in scoring/windows.py."""
-        return self.mean_rotation_at(1 + torch.arange(count, device=self.positions.device), head_dim, padding)
+        known = self._mean_rotations if padding is None else {}
+        if (count, head_dim) not in known:
+            ahead = 1 + torch.arange(count, device=self.positions.device)
+            known[count, head_dim] = self.mean_rotation_at(ahead, head_dim, padding)
+        return known[count, head_dim]
+
+    @cached_property
+    def _mean_rotations(self) -> dict[tuple[int, int], torch.Tensor]:
+        """Those that a layer has asked for; the others ask for the same."""
+        return {}
 
     def mean_rotation_at(self, ahead: torch.Tensor, head_dim: int, padding: torch.Tensor | None = None) -> torch.Tensor:
         """Return `mean_rotation` over the text positions `ahead` of each row's last, LongTensor (count,)."""
@@ -179,6 +197,8 @@ class Rotary:
 
     def _joined(self, turned: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
         """Undo `_split`."""
+        if not rest.shape[-1] and not self.is_interleaved:
+            return turned
         return torch.cat([interleaved(turned) if self.is_interleaved else turned, rest], dim=-1)
 
 
@@ -199,6 +219,11 @@ def rotate_half(states: torch.Tensor) -> torch.Tensor:
     """Map the halves (a, b) of the last dimension to (-b, a)."""
     first, second = states.chunk(2, dim=-1)
     return torch.cat([-second, first], dim=-1)
+
+
+def swapped(states: torch.Tensor) -> torch.Tensor:
+    """Map the halves (a, b) of the last dimension to (b, a)."""
+    return states.roll(states.shape[-1] // 2, -1)
 
 
 def interleaved(states: torch.Tensor) -> torch.Tensor:

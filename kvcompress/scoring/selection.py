@@ -57,12 +57,12 @@ def sinks_first(scores: torch.Tensor, sinks: int, padding: torch.Tensor | None =
     Takes and returns scores (batch, kv_heads, keys) in fp32. The last token comes first, then each row's first `sinks`
     tokens in their order, then the others, the most recent first."""
     columns, most = scores.shape[-1], torch.finfo(scores.dtype).max
-    position = torch.arange(columns, dtype=torch.float32, device=scores.device)
+    rank = torch.arange(1, columns + 1, dtype=torch.float32, device=scores.device)
     if padding is not None:
-        position = position - padding[..., None]
-    rank = (position + 1).clamp(max=sinks + 1)
+        rank = rank - padding[..., None]
+    rank.clamp_(max=sinks + 1)
     rank[..., -1:] = 0  # a slice: torch 2.11 waits for the device to set one number
-    return torch.where(scores >= most, most * (1 - rank * STEP), scores)
+    return torch.where(scores >= most, rank.mul_(-most * STEP).add_(most), scores)
 
 
 def ranks(scores: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:

@@ -95,11 +95,23 @@ def observer_queries(view: LayerView, keys: torch.Tensor) -> torch.Tensor:
     likewise in every row if vision tokens are unknown. `keys` is (batch, kv_heads, columns, head_dim).
     """
     columns = keys.shape[2]
-    first = columns - on_device(view.lengths, keys.device).clamp(max=RECENT_QUERIES)
-    if view.vision is not None:
-        behind = view.vision.flip(1).int().argmax(1)  # columns after the last vision token
-        first = torch.where(view.vision.any(1) & (behind > 0), columns - behind, first)
+    first = columns - on_device(observers(view), keys.device)
     return torch.arange(columns, device=keys.device) >= first[:, None]
+
+
+def observers(view: LayerView) -> list[int]:
+    """Return how many of each row's last tokens are `observer_queries`."""
+    behind = view.questions or (view.lengths if view.vision is None else question_lengths(view.vision, view.lengths))
+    return [
+        asking if 0 < asking < length else min(length, RECENT_QUERIES)
+        for asking, length in zip(behind, view.lengths, strict=True)
+    ]
+
+
+def question_lengths(vision: torch.Tensor, lengths: list[int]) -> tuple[int, ...]:
+    """Return `LayerView.questions`, given `LayerView.vision` and `lengths`. Waits for a device."""
+    behind = torch.where(vision.any(1), vision.flip(1).int().argmax(1), vision.shape[1]).tolist()
+    return tuple(map(min, behind, lengths))
 
 
 def question_attention(queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
@@ -107,8 +119,8 @@ def question_attention(queries: torch.Tensor, keys: torch.Tensor, view: LayerVie
 
     While decoding, the recent queries observe. Attention is summed over the queries and averaged over the query heads
     of a KV head. Arguments are as in `KVCluster.score`."""
-    observers = None if view.is_decoding else observer_queries(view, keys)
-    return view.column_sums(queries, keys, observers)
+    asking = None if view.is_decoding else observer_queries(view, keys)
+    return view.column_sums(queries, keys, asking)
 
 
 def elite_attention(queries: torch.Tensor, keys: torch.Tensor, view: LayerView, alpha: float) -> torch.Tensor:
@@ -119,12 +131,12 @@ def elite_attention(queries: torch.Tensor, keys: torch.Tensor, view: LayerView, 
     and elite queries only, a text token a share of all attention. The result is (batch, kv_heads, keys), averaged over
     the query heads of a KV head.
     """
-    observers = observer_queries(view, keys)
-    last = view.window_logits(queries, keys, 1)[..., 0, :].masked_fill(~observers[:, None, None], float("-inf"))
+    asking = observer_queries(view, keys)
+    last = view.window_logits(queries, keys, 1)[..., 0, :].masked_fill(~asking[:, None, None], float("-inf"))
     last = last.softmax(-1).mean((1, 2))
-    elite = observers & (last >= alpha * last.amax(1, keepdim=True))
+    elite = asking & (last >= alpha * last.amax(1, keepdim=True))
     vision = torch.zeros_like(elite) if view.vision is None else view.vision
-    first = int(observers.any(0).int().argmax())
+    first = keys.shape[2] - max(observers(view))
     sums = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
     for rows, weights in view.attention_blocks(queries, keys, first):
         at_vision = vision[:, None, None, None, : rows.stop]

@@ -137,10 +137,13 @@ def protect_recent(scores: torch.Tensor, recent: list[int]) -> torch.Tensor:
 
 def protect_ends(scores: torch.Tensor, sinks: int, padding: torch.Tensor | None) -> torch.Tensor:
     """Return the scores (batch, kv_heads, keys) with +inf at each row's first `sinks` tokens and at its last."""
+    protected = scores.clone()
+    protected[..., -1:] = float("inf")
+    if padding is None:
+        protected[..., :sinks] = float("inf")
+        return protected
     position = torch.arange(scores.shape[-1], device=scores.device)
-    start = 0 if padding is None else padding[..., None]
-    ends = (position < start + sinks) | (position == scores.shape[-1] - 1)
-    return scores.masked_fill(ends, float("inf"))
+    return protected.masked_fill_(position < padding[..., None] + sinks, float("inf"))
 
 
 def pool_scores(scores: torch.Tensor, kernel_size: int, mode: str) -> torch.Tensor:

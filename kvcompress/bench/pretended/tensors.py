@@ -22,8 +22,7 @@ NO_INTEGERS = {"mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot"}
 # The host needs the shape or the value of their result.
 WAITING = {
     "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount",
-    "equal", "_linalg_svd", "_linalg_eigh", "linalg_inv_ex", "linalg_cholesky_ex", "linalg_solve_ex", "linalg_qr",
-    "geqrf", "cholesky",
+    "equal", "_linalg_svd", "_linalg_eigh", "linalg_qr", "geqrf", "cholesky", "_linalg_check_errors",
 }  # fmt: skip
 NO_TENSOR = {"_local_scalar_dense", "equal", "is_same_size"}
 
@@ -200,7 +199,7 @@ def _check(name: str, func: Any, args: tuple, given: list[torch.Tensor], there: 
 
 
 def _wait(gpu: Device, name: str, func: Any, args: tuple, kwargs: dict) -> None:
-    if name in WAITING:
+    if name in WAITING or kwargs.get("check_errors"):
         gpu.wait(name)
     elif name == "repeat_interleave" and func._overloadname == "Tensor" and kwargs.get("output_size") is None:
         gpu.wait("repeat_interleave without output_size")

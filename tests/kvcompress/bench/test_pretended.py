@@ -45,6 +45,19 @@ def test_it_notes_who_waits(gpu):
         there.tolist()
 
 
+def test_a_factorisation_waits_only_if_its_errors_are_checked(gpu):
+    there = torch.eye(3, device="cuda")
+    for factorise, waits in (
+        (lambda: torch.linalg.cholesky_ex(there), 0),
+        (lambda: torch.linalg.cholesky_ex(there, check_errors=True), 1),
+        (lambda: torch.linalg.cholesky(there), 1),
+        (lambda: torch.linalg.inv(there), 1),
+    ):
+        with gpu.counting() as counts:
+            factorise()
+        assert counts.waits == waits
+
+
 def test_it_counts_kernels_and_bytes(gpu):
     there = torch.ones(4, 8, device="cuda")
     with gpu.counting() as counts:

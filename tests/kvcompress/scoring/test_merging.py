@@ -124,7 +124,7 @@ def test_cam_adds_an_evicted_value_to_those_behind_it_by_its_share_of_attention(
     prompt = dataclasses.replace(prompt, settings=settings, vision=vision)
     plain = cluster.update_kv(queries, keys, values, dataclasses.replace(prompt, settings=Settings(merge="none")))
     scores = cluster.score(queries, keys, values, prompt).tolist()
-    noise = uniform_noise(prompt, *keys.shape[1:3], "cam")
+    noise = uniform_noise(prompt, keys, "cam")
     ours = cluster.update_kv(queries, keys, values, prompt)
     assert torch.equal(ours.indices, plain.indices)
     assert torch.equal(ours.keys, plain.keys)

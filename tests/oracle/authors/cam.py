@@ -102,7 +102,7 @@ def streamed(cache_class: type, given: States, budget: int) -> tuple[torch.Tenso
             past = new if past is None else tuple(torch.cat(pair, 2) for pair in zip(past, new, strict=True))
             logits = queries[:, :, token : token + 1] @ past[0].mT * keys.shape[-1] ** -0.5
             view = SimpleNamespace(lengths=[budget + 1], tokens=(token + 1,), place=place, row_seeds=(seed,))
-            draws = uniform_noise(view, keys.shape[1], budget + 1, "cam")[:, :, first, None]
+            draws = uniform_noise(view, keys[:, :, : budget + 1], "cam")[:, :, first, None]
 
             def bernoulli(chance: torch.Tensor, draws: torch.Tensor = draws) -> torch.Tensor:
                 return (draws < chance).float()
