@@ -70,7 +70,7 @@ class Choice:
             padding=None if tokens.padding is None else tokens.padding.to(device),
             vision=vision,
             frame_tokens=tokens.frame_tokens,
-            questions=tokens.questions,
+            question_lengths=tokens.question_lengths if tokens.context == tokens.lengths else (),
             protected=None if protected is None else protected.to(device),
             protected_lengths=counts,
             groups=None if tokens.groups is None else tokens.groups.to(device),
@@ -103,26 +103,26 @@ class Choice:
         What a step adds to a sum in 16 bits is soon less than its last digit."""
         return self.policy.cluster.observe(queries, keys, view).float() if self.policy.carries_sums else None
 
-    def candidates(self, states: States, view: LayerView, context: list[int], sums: torch.Tensor | None) -> Candidates:
+    def candidates(self, states: States, view: LayerView, tokens: NewTokens, sums: torch.Tensor | None) -> Candidates:
         """Return the entries of a prompt to choose among; `sums` are those of all its queries."""
-        if context == view.lengths:
+        if tokens.context == view.lengths:
             return Candidates(states.queries, states.keys, states.values, replace(view, sums=sums))
-        part = context_of(states, view, context)
+        part = context_of(states, replace(view, question_lengths=tokens.question_lengths), tokens.context)
         part.sums = sums
-        if max(context):
+        if max(tokens.context):
             part.view = replace(part.view, sums=self.observe(part.queries, part.keys, part.view))
         return part
 
     def of_whole(
-        self, states: States, view: LayerView, context: list[int], sums: torch.Tensor | None
+        self, states: States, view: LayerView, tokens: NewTokens, sums: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return what later choices need of a prompt that is kept whole, the same as of one that is compressed: its
         sums and `Kept.noted`."""
         if self.policy.decode is None:
             return sums, None
-        cluster, part = self.policy.cluster, self.candidates(states, view, context, sums)
+        cluster, part = self.policy.cluster, self.candidates(states, view, tokens, sums)
         if sums is not None:  # the context's entries have sums over the whole prompt's queries
-            is_whole = [of_row == length for of_row, length in zip(context, view.lengths, strict=True)]
+            is_whole = [of_row == length for of_row, length in zip(tokens.context, view.lengths, strict=True)]
             is_whole = on_device(is_whole, sums.device)[:, None, None]
             sums = torch.where(is_whole, cluster.carried(sums, view), sums)
         return sums, self._note_of_all(part.keys, part.values, part.view)

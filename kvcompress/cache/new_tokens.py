@@ -12,7 +12,7 @@ from ..errors import KVCompressError
 from ..policy.options import Engine
 from ..policy.passages import Decoder
 from ..policy.policy import Policy
-from ..scoring.vision import frame_tokens, question_lengths, vision_token_mask
+from ..scoring.vision import frame_tokens, question_lengths_of, vision_token_mask
 from ..scoring.windows import pad_columns
 from .protected import Protected, protected_tokens
 
@@ -30,7 +30,7 @@ class NewTokens:
         context: leading real tokens of each row that are compressed; the rest, the question, is kept.
         row_seeds: a checksum of each row's real tokens, or of its context's if that passes through the model first.
         frame_tokens: vision tokens per frame of each row, 0 if unknown, see `scoring.vision.frame_tokens`.
-        questions: `LayerView.questions` of each row's context; empty if `vision` is None.
+        question_lengths: `LayerView.question_lengths` of each row's context; empty if `vision` is None.
         source: if tokens were dropped before a layer, LongTensor (batch, left), the columns that reach the layer, -1
             where a row has fewer (`padding` then counts those).
         protected: bool (batch, columns), True at the tokens that `protect=` and `protect_text=` keep from the choice
@@ -51,7 +51,7 @@ class NewTokens:
     context: list[int]
     row_seeds: tuple[int, ...]
     frame_tokens: tuple[int, ...] = ()
-    questions: tuple[int, ...] = ()
+    question_lengths: tuple[int, ...] = ()
     source: torch.Tensor | None = None
     protected: torch.Tensor | None = None
     protected_lengths: tuple[int, ...] = ()
@@ -71,7 +71,7 @@ class NewTokens:
         if self.vision is not None:
             vision = self.vision[:, start:stop]
             (here,) = fetched(vision)
-            counts, questions = here.sum(1).tolist(), question_lengths(here, lengths)
+            counts, questions = here.sum(1).tolist(), question_lengths_of(here, lengths)
         seen = self.seen_vision
         if seen is not None:
             seen = seen[:, : seen.shape[1] - self.columns + stop]
@@ -84,7 +84,7 @@ class NewTokens:
             padding=padding,
             vision=vision,
             vision_lengths=counts,
-            questions=questions,
+            question_lengths=questions,
             context=lengths,
             seen_vision=seen,
             protected=protected,
@@ -100,6 +100,7 @@ class NewTokens:
             part,
             context=none,
             vision_lengths=none if part.vision_lengths else [],
+            question_lengths=tuple(none) if part.question_lengths else (),
             protected_lengths=tuple(none) if part.protected_lengths else (),
             groups=None,
         )
@@ -180,7 +181,7 @@ class NewTokens:
             behind = [n - m for n, m in zip(lengths, context, strict=True)]  # of the context
             inside = vision & (torch.arange(columns) < columns - torch.tensor(behind)[:, None])
             vision_lengths = inside.sum(1).tolist()
-            asking = zip(question_lengths(inside, lengths), behind, strict=True)
+            asking = zip(question_lengths_of(inside, lengths), behind, strict=True)
             questions = tuple(n - m for n, m in asking)
             vision = on_device(vision, input_ids.device)
         return cls(

@@ -176,11 +176,11 @@ class Prefill(Phase):
         sums = choice.observe(states.queries, states.keys, view)
         if self._keeps_all:
             if max(tokens.context):  # of a question alone nothing is chosen: what choices left still holds
-                sums, memory.noted = choice.of_whole(states, view, tokens.context, sums)
+                sums, memory.noted = choice.of_whole(states, view, tokens, sums)
             memory.append_whole_prompt(tokens, states.keys, states.values, sums)
             memory.log.add(tokens, on_device(tokens.lengths, states.keys.device, torch.float32))
             return self.then
-        candidates = choice.candidates(states, view, tokens.context, sums)
+        candidates = choice.candidates(states, view, tokens, sums)
         if max(tokens.context) == 0:
             question = candidates.with_sums(candidates.question)
             lasting = {"noted": memory.noted, "merge_threshold": memory.merge_threshold}

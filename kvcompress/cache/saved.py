@@ -9,7 +9,7 @@ import json
 import numbers
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,10 @@ class _Writer:
         kind = type(value)
         if KINDS.get(kind.__name__) is not kind:
             raise KVCompressError(f"a {kind.__name__} in the CompressedCache ({name}) cannot be saved")
-        state = value.state() if isinstance(value, Storage) else vars(value)
+        if isinstance(value, Storage):
+            state = value.state()
+        else:
+            state = {one.name: getattr(value, one.name) for one in fields(value) if one.init}
         return {"object": [kind.__name__, self.tree(state, name)]}
 
     def _trees(self, values: list | tuple, name: str) -> list[Any]:

@@ -50,10 +50,11 @@ class CURKVCluster(KVCluster):
         """Return those of keys and of values, each (batch, kv_heads, columns), with each row's first token at column 0
         and zeros at pads."""
         columns = keys.shape[2]
-        squares = torch.cat([states.float().square().sum(-1) for states in (keys, values)], dim=1)
+        squares = torch.cat([states.float().square().sum(-1) for states in (keys, values)])
+        padding = None if padding is None else padding.repeat(2, 1)
         if padding is not None:
             squares = squares.masked_fill(pad_columns(padding, columns), 0.0)
         window = self.window_size or columns
         windows = F.pad(aligned_left(squares, padding), (0, -columns % window)).unflatten(-1, (-1, window))
         total = windows.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)  # pads have none
-        return (windows / total).flatten(2)[..., :columns].chunk(2, dim=1)
+        return (windows / total).flatten(2)[..., :columns].chunk(2)

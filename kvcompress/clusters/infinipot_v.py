@@ -52,7 +52,7 @@ class InfiniPotVKVCluster(KVCluster):
         budgets = [budget if size else 0 for budget, size in zip(view.budgets, sizes, strict=True)]
         budgets = on_device(budgets, keys.device)[:, None]
         room = (budgets - (columns - pads - vision.sum(2))).clamp(min=0)  # (batch, kv_heads)
-        chosen = room - ((1 - self.tar) * room.double()).round()
+        chosen = room - ((1 - self.tar) * room).round()
         return scores.masked_fill(self.least_redundant(keys, vision, sizes, chosen, view), 0.0)  # above other vision
 
     def least_redundant(
@@ -63,7 +63,7 @@ class InfiniPotVKVCluster(KVCluster):
         Args:
             keys: (batch, kv_heads, columns, head_dim).
             vision: bool (batch, kv_heads, columns).
-            sizes: vision tokens per frame of each row.
+            sizes: vision tokens per frame of each row, 0 if unknown.
             chosen: how many are kept, (batch, kv_heads).
         """
         rank = vision.cumsum(2) - 1 if view.vision_rank is None else view.vision_rank.expand_as(vision)
@@ -71,13 +71,22 @@ class InfiniPotVKVCluster(KVCluster):
         frames = vision.sum(2, keepdim=True) // size
         frame, place = rank // size, rank % size
         ended = (rank.masked_fill(~vision, -1).amax(2, keepdim=True) + 1) // size  # complete frames
-        is_recent = frame >= ended - (self.recent * frames.double()).long().clamp(min=1)
+        is_recent = frame >= ended - (self.recent * frames).long().clamp(min=1)
         compared = vision & is_recent & (frame < ended)
-        unit = F.normalize(keys.float(), dim=-1)
-        recent = unit.new_zeros(*unit.shape[:2], max(sizes), unit.shape[3])
-        at = place.unsqueeze(-1).expand_as(unit)
-        recent = recent.scatter_add(2, at, unit.masked_fill(~compared.unsqueeze(-1), 0.0))
-        count = torch.zeros_like(recent[..., 0]).scatter_add(2, place, compared.float()).clamp(min=1)
-        likeness = (unit * (recent / count.unsqueeze(-1)).gather(2, at)).sum(-1)  # mean of the cosines
+        heads = zip(keys.unbind(1), place.unbind(1), compared.unbind(1), strict=True)  # one at a time to save memory
+        likeness = torch.stack([likeness_at_place(*of_head, max(sizes)) for of_head in heads], dim=1)
         novelty = torch.where(is_recent, float("inf"), -likeness).masked_fill(~vision, float("-inf"))
         return (ranks(novelty) < chosen.unsqueeze(-1)) & vision & (frames >= 2)
+
+
+def likeness_at_place(keys: torch.Tensor, place: torch.Tensor, compared: torch.Tensor, places: int) -> torch.Tensor:
+    """Return each key's mean cosine to the `compared` keys at the same place, (batch, columns); 0 if there are none.
+
+    Takes keys (batch, columns, head_dim), their place below `places` and whether others are compared with them, both
+    (batch, columns)."""
+    unit = F.normalize(keys.float(), dim=-1)
+    at = place.unsqueeze(-1).expand_as(unit)
+    sums = unit.new_zeros(len(unit), places, unit.shape[2])
+    sums = sums.scatter_add(1, at, unit.masked_fill(~compared.unsqueeze(-1), 0.0))
+    count = torch.zeros_like(sums[..., 0]).scatter_add(1, place, compared.float()).clamp(min=1)
+    return (unit * (sums / count.unsqueeze(-1)).gather(1, at)).sum(-1)

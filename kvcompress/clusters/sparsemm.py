@@ -14,7 +14,7 @@ from ..methods import register_method
 from ..scoring.layer_view import LayerView
 from ..scoring.rows import handles_padding
 from ..scoring.selection import ranks
-from ..scoring.vision import observer_queries, observers
+from ..scoring.vision import observer_counts, observer_queries
 from .calibrated import CalibratedKVCluster
 from .snapkv import SnapKVCluster
 
@@ -69,7 +69,7 @@ class SparseMMKVCluster(CalibratedKVCluster):
         hits = torch.zeros(queries.shape[1], device=keys.device)
         if view.vision is None or not view.vision.any():
             return {"hits": hits}
-        asking, first = observer_queries(view, keys)[0], keys.shape[2] - max(observers(view))
+        asking, first = observer_queries(view, keys)[0], keys.shape[2] - max(observer_counts(view))
         for rows, weights in view.attention_blocks(queries, keys, first):
             most = weights[0].argmax(-1).flatten(0, 1)  # (heads, rows)
             hits += (view.vision[0][most] & asking[rows]).sum(1)

@@ -24,7 +24,7 @@ UNKNOWN = (
     "vision_rank",
     "vision_by_head",
     "frame_tokens",
-    "questions",
+    "question_lengths",
     "module",
     "rotary",
 )  # of a `LayerView`

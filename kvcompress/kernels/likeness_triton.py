@@ -34,8 +34,7 @@ def mean_likeness_triton(
 
 
 def blocks_of(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return the kernels' block sizes and warps, without a spilled register in 16 bits (`python -m
-    benchmarks.gpu.offline`)."""
+    """Return the kernels' block sizes and warps, with which no register spills (`python -m benchmarks.gpu.offline`)."""
     blocks = column_sums_triton.blocks_of(head_dim, dtype)
     return blocks | {"MOVING": min(blocks["MOVING"], 32)}
 

@@ -24,7 +24,7 @@ FEW_CHANNELS_STAGES = 2  # whose rows are not aligned: with three, a register sp
 PACKED_BYTES = 8192  # of a block of keys once it is unpacked, which needs registers
 PACKED_STAGES = 1  # a block is loaded bit by bit: three stages would need 154 KB
 WARPS = 4  # Triton's default
-FP32_WARPS = 8  # with fewer, blocks of fp32 spill registers
+MORE_WARPS = 8  # with fewer, some blocks of fp32 spill registers
 
 
 def ragged_decode_triton(
@@ -181,13 +181,13 @@ def blocks_of(key_dim: int, value_dim: int, dtype: torch.dtype, is_packed: bool)
         "BLOCK_VALUE_DIM": block_value,
         "BLOCK_KEYS": min(max(fitting, 16), MOST_KEYS),  # a matrix product needs 16 of each dimension
         "num_stages": PACKED_STAGES if is_packed else STAGES,
-        "num_warps": FP32_WARPS if is_packed and fitting < 16 else WARPS,
+        "num_warps": MORE_WARPS if is_packed and fitting < 16 else WARPS,
     }
 
 
 def few_blocks_of(channels: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Return `blocks_of` keys with some of the channels."""
-    warps = FP32_WARPS if dtype == torch.float32 else WARPS
+    warps = MORE_WARPS if dtype == torch.float32 else WARPS
     blocks = blocks_of(channels, value_dim, dtype, False)
     return {**blocks, "num_stages": FEW_CHANNELS_STAGES, "num_warps": warps}
 

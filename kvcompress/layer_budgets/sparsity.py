@@ -3,7 +3,7 @@
 import torch
 
 from ..scoring.layer_view import LayerView
-from ..scoring.vision import observer_queries, observers
+from ..scoring.vision import observer_counts, observer_queries
 from .base import LayerBudget, register_layer_budget
 
 THRESHOLD = 0.01  # part of a row's maximum below which a weight counts as zero (section 4.1)
@@ -19,7 +19,7 @@ class SparsityLayerBudget(LayerBudget):
     def measure(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor, view: LayerView
     ) -> torch.Tensor:
-        asking, first = observer_queries(view, keys), keys.shape[2] - max(observers(view))
+        asking, first = observer_queries(view, keys), keys.shape[2] - max(observer_counts(view))
         dense = torch.zeros(keys.shape[0], dtype=torch.float32, device=keys.device)
         for rows, weights in view.attention_blocks(queries, keys, first):
             above = (weights >= THRESHOLD * weights.amax(-1, keepdim=True)) & (weights > 0)

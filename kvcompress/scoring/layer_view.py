@@ -78,7 +78,8 @@ class LayerView:
         vision_rank: in a later chunk, LongTensor (batch, kv_heads, columns): the number of the row's vision tokens
             before each column.
         frame_tokens: vision tokens per frame of each row's video, 0 if unknown; empty if no tokens are known.
-        questions: tokens of each row behind its last vision token, all of them if it has none; empty if unknown.
+        question_lengths: tokens of each row behind its last vision token, all of them if it has none; empty if
+            unknown.
         protected: bool (batch, columns), True at columns that must stay, such as text when only vision tokens are
             evicted, or those of `protect=`. Among stored entries it is (batch, kv_heads, columns);
             `protected_by_head` covers both.
@@ -108,7 +109,7 @@ class LayerView:
     vision: torch.Tensor | None = None
     vision_rank: torch.Tensor | None = None
     frame_tokens: tuple[int, ...] = ()
-    questions: tuple[int, ...] = ()
+    question_lengths: tuple[int, ...] = ()
     protected: torch.Tensor | None = None
     protected_lengths: tuple[int, ...] = ()
     groups: torch.Tensor | None = None
@@ -163,7 +164,7 @@ class LayerView:
             rotary = rotary.rows(rows) if self.is_decoding else rotary.rows(rows).from_column(first)
         of_columns = ("vision", "vision_rank", "protected", "groups", "sums", "received")
         of_row = {name: getattr(self, name) for name in ("merge_threshold", "noted")}
-        tuples = ("frame_tokens", "questions", "protected_lengths", "row_seeds", "mean_budgets")
+        tuples = ("frame_tokens", "question_lengths", "protected_lengths", "row_seeds", "mean_budgets")
         return replace(
             self,
             lengths=[min(length, columns - first) for length in chosen(self.lengths)],

@@ -13,8 +13,9 @@ def output_projection(module: torch.nn.Module | None, kv_heads: int, head_dim: i
     weight = getattr(projection, "weight", None)
     if hasattr(weight, "to_local"):  # tensor parallel: the columns of this process's heads
         weight = weight.to_local()
-    # Quantized weights are tensors of another package's type, whatever dtype they report.
-    is_plain = type(weight).__module__.partition(".")[0] in ("torch", "kvcompress")
+    # Quantized weights are tensors of their own type, whatever dtype they report; of ours are those on a pretended GPU.
+    kind = type(weight)
+    is_plain = kind in (torch.Tensor, torch.nn.Parameter) or kind.__module__.startswith("kvcompress.")
     if not isinstance(projection, torch.nn.Linear) or not is_plain:
         raise KVCompressError(
             f"method '{method}' needs an attention with a linear, unquantized o_proj, not a {type(module).__name__} "

@@ -6,8 +6,7 @@ and padding need no formulas of their own.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +29,7 @@ class Rotary:
         inv_freq: (rotated / 2,), radians per position.
         scaling: factor in cos and sin, other than 1 with YaRN and similar methods.
         is_interleaved: whether neighbouring channels form a pair; cos and sin are in the order of halves either way.
+        _known: what one layer has computed and the others need, too.
     """
 
     cos: torch.Tensor
@@ -39,6 +39,7 @@ class Rotary:
     scaling: float = 1.0
     least: torch.Tensor | None = None
     is_interleaved: bool = False
+    _known: dict[object, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def per_column(self) -> list[torch.Tensor]:
         """Return what it holds for each column: tensors (batch, columns, size)."""
@@ -87,8 +88,8 @@ class Rotary:
 
     def to(self, device: torch.device) -> "Rotary":
         """Move to the device of a layer, for models whose layers are on several devices."""
-        if self.cos.device == device == self.inv_freq.device:
-            return self  # with what layers share
+        if {part.device for part in (self.cos, self.positions, self.inv_freq)} == {device}:
+            return self
         return self._with_each(lambda part: part.to(device), "inv_freq")
 
     def columns(self, columns: torch.Tensor) -> "Rotary":
@@ -138,32 +139,34 @@ class Rotary:
 
     def unrotated(self, queries: torch.Tensor) -> torch.Tensor:
         """Undo the rotation of the last columns' queries, (batch, heads, queries, head_dim); returns fp32."""
-        cos, sin, squares = (part[:, None, -queries.shape[2] :] for part in self._transposed)
+        cos, sin, squares = self._transposed(queries.shape[2])
         turned, rest = self._split(queries, cos.shape[-1])
         return self._joined((turned * cos + swapped(turned) * sin) / squares, rest)
 
-    @cached_property
-    def _transposed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The transposed rotation in fp32: factors of states and of `swapped` states, and the sum of their squares,
-        which is not exactly 1, as cos and sin have the model's precision."""
-        cos, sin = self.cos.float(), self.sin.float()
+    def _transposed(self, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the transposed rotation of the last `width` columns: the factors of states and of `swapped` states,
+        and the sum of their squares, which is not exactly 1, as cos and sin have the model's precision.
+
+        All are (batch, 1, width, rotated) in fp32. Those of a decode step are kept for the other layers; a prompt's
+        would take too much memory."""
+        if "transposed" in self._known:
+            return self._known["transposed"]
+        cos, sin = (angle[:, None, -width:].float() for angle in (self.cos, self.sin))
         first, second = sin.chunk(2, dim=-1)
-        return cos, torch.cat([first, -second], dim=-1), cos.square() + sin.square()
+        made = cos, torch.cat([first, -second], dim=-1), cos.square() + sin.square()
+        if self.cos.shape[1] == 1:
+            self._known["transposed"] = made
+        return made
 
     def mean_rotation(self, count: int, head_dim: int, padding: torch.Tensor | None = None) -> torch.Tensor:
         """Return the mean rotation matrix over the `count` text positions that follow each row's last.
 
         The result is (batch, head_dim, head_dim) in fp32; padding (batch, 1) is as in scoring/windows.py."""
-        known = self._mean_rotations if padding is None else {}
+        known = self._known if padding is None else {}
         if (count, head_dim) not in known:
             ahead = 1 + torch.arange(count, device=self.positions.device)
             known[count, head_dim] = self.mean_rotation_at(ahead, head_dim, padding)
         return known[count, head_dim]
-
-    @cached_property
-    def _mean_rotations(self) -> dict[tuple[int, int], torch.Tensor]:
-        """Those that a layer has asked for; the others ask for the same."""
-        return {}
 
     def mean_rotation_at(self, ahead: torch.Tensor, head_dim: int, padding: torch.Tensor | None = None) -> torch.Tensor:
         """Return `mean_rotation` over the text positions `ahead` of each row's last, LongTensor (count,)."""

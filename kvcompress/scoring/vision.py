@@ -95,21 +95,23 @@ def observer_queries(view: LayerView, keys: torch.Tensor) -> torch.Tensor:
     likewise in every row if vision tokens are unknown. `keys` is (batch, kv_heads, columns, head_dim).
     """
     columns = keys.shape[2]
-    first = columns - on_device(observers(view), keys.device)
+    first = columns - on_device(observer_counts(view), keys.device)
     return torch.arange(columns, device=keys.device) >= first[:, None]
 
 
-def observers(view: LayerView) -> list[int]:
+def observer_counts(view: LayerView) -> list[int]:
     """Return how many of each row's last tokens are `observer_queries`."""
-    behind = view.questions or (view.lengths if view.vision is None else question_lengths(view.vision, view.lengths))
+    behind = view.question_lengths
+    if not behind:
+        behind = view.lengths if view.vision is None else question_lengths_of(view.vision, view.lengths)
     return [
         asking if 0 < asking < length else min(length, RECENT_QUERIES)
         for asking, length in zip(behind, view.lengths, strict=True)
     ]
 
 
-def question_lengths(vision: torch.Tensor, lengths: list[int]) -> tuple[int, ...]:
-    """Return `LayerView.questions`, given `LayerView.vision` and `lengths`. Waits for a device."""
+def question_lengths_of(vision: torch.Tensor, lengths: list[int]) -> tuple[int, ...]:
+    """Return `LayerView.question_lengths`, given `LayerView.vision` and `lengths`. Waits for a device."""
     behind = torch.where(vision.any(1), vision.flip(1).int().argmax(1), vision.shape[1]).tolist()
     return tuple(map(min, behind, lengths))
 
@@ -136,7 +138,7 @@ def elite_attention(queries: torch.Tensor, keys: torch.Tensor, view: LayerView, 
     last = last.softmax(-1).mean((1, 2))
     elite = asking & (last >= alpha * last.amax(1, keepdim=True))
     vision = torch.zeros_like(elite) if view.vision is None else view.vision
-    first = keys.shape[2] - max(observers(view))
+    first = keys.shape[2] - max(observer_counts(view))
     sums = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
     for rows, weights in view.attention_blocks(queries, keys, first):
         at_vision = vision[:, None, None, None, : rows.stop]

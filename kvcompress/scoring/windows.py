@@ -143,7 +143,7 @@ def protect_ends(scores: torch.Tensor, sinks: int, padding: torch.Tensor | None)
         protected[..., :sinks] = float("inf")
         return protected
     position = torch.arange(scores.shape[-1], device=scores.device)
-    return protected.masked_fill_(position < padding[..., None] + sinks, float("inf"))
+    return protected.masked_fill(position < padding[..., None] + sinks, float("inf"))
 
 
 def pool_scores(scores: torch.Tensor, kernel_size: int, mode: str) -> torch.Tensor:

@@ -101,7 +101,8 @@ for method, kernels in EVICTIONS.items():
     cluster = kvcompress.make_cluster(method)
     # The host needs to know the sizes of the layers if they follow from measurements; a second pass waits, too.
     waits = 2 if cluster.second_pass or layer_budget(cluster.layer_budget).is_measured else 1
-    BUDGETS[f"{method}{EVICTING}"] = Budget(8 * cluster.unrotated_queries, kernels, None, waits)
+    step = 8 * cluster.unrotated_queries  # kernels that undo the rotation of its query
+    BUDGETS[f"{method}{EVICTING}"] = Budget(step, kernels, prefill=waits)
 
 IN_FLIGHT = {cache: budget.in_flight for cache, budget in BUDGETS.items() if budget.in_flight is not None}
 EVERY_TIME = ("snapkv", f"adakv{OFFLOADED}", f"snapkv{TURBOQUANT}", f"adakv{EVICTING}")

@@ -6,6 +6,9 @@ import torch
 
 import kvcompress
 from kvcompress.check.reference import generate
+from kvcompress.clusters.snapkv import SnapKVCluster
+from kvcompress.scoring.layer_view import LayerView
+from kvcompress.scoring.vision import question_lengths_of
 from tests.support.examples import paired
 from tests.support.families import FIRST_TEXT, IMAGE, PAD, VIDEO, VISION_START, VLM_FAMILIES, VOCAB_SIZE, Family
 from tests.support.kept import expected_entries, kept_of, real_lengths
@@ -128,6 +131,27 @@ def test_budgets_are_exact_with_a_video(family, method):
         _, logits = generate(model, inputs, NEW)
     assert logits.isfinite().all()
     assert_budgets(session, 0.4, inputs, NEW - 1)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"scope": "context", "context_tokens": 15}, {"scope": "context-first", "context_tokens": -5}]
+)
+def test_the_host_knows_how_many_tokens_ask_about_the_images(options, monkeypatch):
+    model, family, views = VLM_FAMILIES["qwen2-vl"].build(), VLM_FAMILIES["qwen2-vl"], []
+
+    def score(cluster: SnapKVCluster, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView):
+        views.append(view)
+        return torch.rand(keys.shape[:3])
+
+    monkeypatch.setattr(SnapKVCluster, "score", score)
+    inputs = batch_of_all_layouts(family, model)
+    if options.get("scope") == "context-first":  # takes rows with questions of equal length
+        inputs = family.solo(inputs, list(LAYOUTS).index("several"))
+    with kvcompress.compress(model, "snapkv", 0.5, max_new_tokens=2, **options):
+        generate(model, inputs, 2)
+    assert views
+    assert all(view.question_lengths == question_lengths_of(view.vision, view.lengths) for view in views)
+    assert any(0 < asking < length for asking, length in zip(views[0].question_lengths, views[0].lengths, strict=True))
 
 
 @pytest.mark.parametrize("family", ["qwen2-vl", "qwen3-vl"])

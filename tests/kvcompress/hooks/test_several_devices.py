@@ -27,31 +27,33 @@ def two_gpus(monkeypatch):
     ragged_decode.has_triton.cache_clear()
 
 
-def over_two_gpus(model: torch.nn.Module) -> torch.nn.Module:
-    """The first decoder layer and all that is no layer on one, the other two layers on the other."""
+def over_two_gpus(model: torch.nn.Module, rotary: int = 0) -> torch.nn.Module:
+    """The first decoder layer and all that is no layer on one, the other two layers on the other; the rotary embedding
+    on the one with the number `rotary`."""
     sees = hasattr(model.model, "visual")
     decoder = "model.language_model" if sees else "model"
-    places = {f"{decoder}.{name}": 0 for name in ("embed_tokens", "rotary_emb", "norm")} | {"lm_head": 0}
+    places = {f"{decoder}.embed_tokens": 0, f"{decoder}.norm": 0, f"{decoder}.rotary_emb": rotary, "lm_head": 0}
     places |= {f"{decoder}.layers.{layer}": min(layer, 1) for layer in range(3)} | ({"model.visual": 0} if sees else {})
     return dispatch_model(copy.deepcopy(model), places, main_device=0)
 
 
 @pytest.mark.parametrize(
-    ("family", "method", "options"),
+    ("family", "method", "options", "rotary"),
     [
-        ("qwen2", "adakv", EVICTING),
-        ("qwen2", "expected-attention", {"prefill_chunk": 16, **EVICTING}),
-        ("qwen2-vl", "fastv", {}),
-        ("qwen2-vl", "sparsevlm", {}),
+        ("qwen2", "adakv", EVICTING, 0),
+        ("qwen2", "expected-attention", {"prefill_chunk": 16, **EVICTING}, 0),
+        ("qwen2", "expected-attention", EVICTING, 1),
+        ("qwen2-vl", "fastv", {}, 0),
+        ("qwen2-vl", "sparsevlm", {}, 0),
     ],
 )
-def test_a_padded_batch_is_answered_as_on_one_device(family, method, options, two_gpus):
+def test_a_padded_batch_is_answered_as_on_one_device(family, method, options, rotary, two_gpus):
     made = FAMILIES[family]
     model = made.build()
     inputs = made.inputs(model, [40, 23], [1, 0] if made.is_vlm else None)
     with kvcompress.compress(model, method, 0.5, **options):
         tokens, expected = generate(model, inputs, 4)
-    spread = over_two_gpus(model)
+    spread = over_two_gpus(model, rotary)
     there = {name: part.to("cuda:0") for name, part in inputs.items()}
     with kvcompress.compress(spread, method, 0.5, **options) as session:
         _, logits = generate(spread, there, 4, tokens.to("cuda:0"))
