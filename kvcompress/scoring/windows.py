@@ -67,7 +67,7 @@ def window_logits(
         logits[..., columns - min(hidden, columns) :] = float("-inf")
     elif key_columns is None:  # the last `window` columns are causal; all columns before them are visible
         logits[..., -window:].masked_fill_(_future(window, keys.device), float("-inf"))
-    else:
+    elif window > 1:  # the last query sees all keys
         query_columns = torch.arange(seen - window, seen, device=keys.device)
         future = key_columns[:, :, None, :] > query_columns[:, None]
         logits.masked_fill_(future[:, :, None], float("-inf"))
