@@ -188,7 +188,7 @@ def smollm2(questions: int) -> Task:
 
 def qwen2_list(questions: int) -> Task:
     """Repeat a numbered list of names, as long as the prompt: what was repeated may be forgotten."""
-    _, model, tokenizer = qwen2()
+    _, model, tokenizer = qwen2(torch.float32)  # fewer CPUs multiply in bf16
     lists = [draw_names(number) for number in range(questions)]
     said = [[{"role": "user", "content": f"{numbered(names)}\n\n{LIST_QUESTION}"}] for names in lists]
     longest = max(len(ids) for ids in tokenizer([*map(numbered, lists)])["input_ids"])
@@ -206,7 +206,7 @@ def qwen2_list(questions: int) -> Task:
         identity=_hash(repr((said[:2], model.config.model_type, model.dtype)).encode()),
         model=model,
         questions=questions,
-        batch_size=10,
+        batch_size=questions,
         new_tokens=longest + 8,
         inputs=inputs,
         right=by_text(tokenizer, lists, share_repeated),

@@ -19,15 +19,8 @@ NEEDS = {  # attribute of a method that is set -> why it cannot choose by keys a
     "watches_rotary": "it reads keys before their rotation",
     "mixes_heads": "its choice depends on more than keys and values",
 }
-UNKNOWN = (
-    "vision",
-    "vision_rank",
-    "vision_by_head",
-    "frame_tokens",
-    "question_lengths",
-    "module",
-    "rotary",
-)  # of a `LayerView`
+# Of a `LayerView`.
+UNKNOWN = ("vision", "vision_rank", "vision_by_head", "frame_tokens", "question_lengths", "module", "rotary")
 
 
 @dataclass(frozen=True)
