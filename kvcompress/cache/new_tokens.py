@@ -252,12 +252,10 @@ def _context_lengths(engine: Engine, is_first: bool, lengths: list[int], vision:
             return [0] * len(lengths)
         wanted = engine.context_tokens
         return [min(wanted, length) if wanted >= 0 else max(length + wanted, 0) for length in lengths]
-    columns = vision.shape[1]
-    behind = vision.flip(1).int().argmax(1).tolist()  # columns after the last vision token
     found = vision.any(1).tolist()
     if is_first and not all(found):
         raise KVCompressError(
             f"scope={engine.scope!r}: row {found.index(False)} has no image or video token that ends the context; "
             "give context_tokens="
         )
-    return [length - min(rest, columns) if has else 0 for length, rest, has in zip(lengths, behind, found, strict=True)]
+    return [length - asking for length, asking in zip(lengths, question_lengths_of(vision, lengths), strict=True)]
