@@ -195,11 +195,18 @@ def test_a_task_s_questions_do_not_depend_on_what_was_drawn_before():
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+@pytest.mark.parametrize("has_bf16", [True, False])
+@pytest.mark.parametrize(("dtype", "apart"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
 @pytest.mark.parametrize("rows", [1, 8, 20])
-def test_packed_weights_give_the_same_products(rows):
-    layers = torch.nn.Sequential(torch.nn.Linear(96, 64), torch.nn.Linear(64, 160, bias=False)).float()
-    states = torch.randn(rows, 3, 96)
+def test_packed_weights_give_the_same_products(rows, dtype, apart, has_bf16, monkeypatch):
+    if has_bf16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this CPU does not multiply in bf16")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
+    layers = torch.nn.Sequential(torch.nn.Linear(96, 64), torch.nn.Linear(64, 160, bias=False)).to(dtype)
+    states = torch.randn(rows, 3, 96, dtype=dtype)
     expected = layers(states)
     ruler.pack(layers, 8)
     with torch.inference_mode():
-        assert torch.allclose(layers(states), expected, atol=1e-6)
+        found = layers(states)
+    assert found.dtype == dtype
+    assert torch.allclose(found, expected, atol=apart, rtol=apart)
