@@ -1,17 +1,19 @@
 """The tables of all methods as the leaderboard reads them: answers of the verdict, and of RULER on a Qwen2."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
+import kvcompress
 from lmms_eval_plugins.leaderboard.choice import choose
 from lmms_eval_plugins.leaderboard.tables import Entry, Table
 
 from . import ruler, verdict
 from .driver import wrapped
-from .method_cells import Answers, Cell, Task
+from .method_cells import Answers, Cell, Task, cells_of
+from .method_tasks import qwen2_list
 
 REGIMES = {  # of the verdict -> as the leaderboard names what prompts hold; the model
     "tiny": ("an image", "tiny"),
@@ -21,7 +23,8 @@ REGIMES = {  # of the verdict -> as the leaderboard names what prompts hold; the
     "smollm2": ("text", "SmolLM2-135M-Instruct"),
     "tiny_needle": ("long text", "tiny"),
 }
-OF_RULER = ("text, long text", "Qwen2.5-Coder-0.5B-Instruct")
+QWEN2 = "Qwen2.5-Coder-0.5B-Instruct"
+LISTS = 10  # questions of `method_table qwen2_list`
 PACKAGES = ("kvcompress", "torch", "transformers")
 
 
@@ -45,19 +48,45 @@ def tables(folder: Path) -> Iterator[Table]:
         if begun:
             found = [(task, answers, cell) for task, answers in begun for cell in ruler.all_cells(task)]
             name = f"RULER, {len(begun)} tasks, {length} tokens"
-            yield from _table(*OF_RULER, name, found, f"python -m benchmarks.ruler {length}", False)
+            yield from _table("text, long text", QWEN2, name, found, f"python -m benchmarks.ruler {length}", False)
+    file = folder / "method_table_qwen2_list.json"
+    if file.exists():
+        yield from _of_lists(qwen2_list(LISTS), file)
+
+
+def _of_lists(task: Task, file: Path) -> Iterator[Table]:
+    """Yield the table of long answers, whose ratios are the budgets' shares of prompt and answer together."""
+    prompts = task.inputs(slice(0, task.questions))["attention_mask"].sum(1).tolist()
+    tokens = np.mean(prompts) + task.new_tokens
+
+    def share(cell: Cell) -> float | None:
+        budget = cell.column.options.get("decode_budget")
+        return None if budget is None else round(budget / tokens, 2)
+
+    answers = Answers(file, task.identity)
+    found = [(task, answers, cell) for cell in cells_of(task, [*kvcompress.list_methods()])]
+    command = f"python -m benchmarks.method_table {task.name} --questions {task.questions}"
+    for table in _table("text, long answers", QWEN2, "a list repeated", found, command, False, share):
+        yield table.model_copy(update={"protocol": {**table.protocol, "ratio_of": "prompt and answer"}})
 
 
 def _table(
-    regime: str, model: str, name: str, found: list[tuple[Task, Answers, Cell]], command: str, drops: bool
+    regime: str,
+    model: str,
+    name: str,
+    found: list[tuple[Task, Answers, Cell]],
+    command: str,
+    drops: bool,
+    share: Callable[[Cell], float | None] = lambda cell: cell.column.ratio,
 ) -> Iterator[Table]:
-    """Yield a table of the methods that have answered everything, if the full cache has; a method's draws are
-    averaged."""
+    """Yield a table of the methods that have answered everything, if the full cache has; a method's draws are averaged.
+
+    `share` returns the ratio of a cell, None for the full cache."""
     draws: dict[tuple[str, float | None], dict[str, list[np.ndarray]]] = {}
     kept: dict[tuple[str, float | None], list[float]] = {}
     tasks = {task.name: task for task, _, _ in found}
     for task, answers, cell in found:
-        right, key = answers.of(cell, task.questions), (cell.method, cell.column.ratio)
+        right, key = answers.of(cell, task.questions), (cell.method, share(cell))
         if len(right) == task.questions:
             draws.setdefault(key, {}).setdefault(task.name, []).append(right)
             if cell.key in answers.kept:

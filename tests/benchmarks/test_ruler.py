@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from transformers import Qwen2Config
 import kvcompress
 from benchmarks import leaderboard_tables, ruler
 from benchmarks.method_cells import Answers, Task, cells_of
+from benchmarks.method_tasks import decode_budgets
 from lmms_eval_plugins.report.significance import paired_test
 
 METHODS = {"full": 1.0, "hindsight": 0.95, "random": 0.1, "snapkv": 0.5, "adakv": 0.9, "keydiff": 0.4}
@@ -150,6 +152,20 @@ def test_tables_of_the_leaderboard_hold_what_all_tasks_answered_and_average_draw
     assert {entry.kept for entry in table.entries} == {None, 0.3, 0.1}
     assert table.protocol == {"ratio_of": "prompt", "scope": "prompt", "first_token": "compressed"}
     assert leaderboard_tables.sentences([table]).startswith("- **Text** (RULER, m): ")
+
+
+def test_long_answers_stand_on_the_leaderboard_by_the_share_of_prompt_and_answer(tmp_path):
+    one = replace(task("list"), protocols=(decode_budgets((508, 8), (254, 8)),))  # of 1,016 tokens
+    answers = Answers(tmp_path / "list.json", "same")
+    for cell in cells_of(one, ["full", "random", "snapkv"]):
+        answers.add(cell, [1.0 if "508" in cell.column.title else 0.5] * QUESTIONS)
+    (table,) = leaderboard_tables._of_lists(one, tmp_path / "list.json")
+    assert {(entry.method, entry.ratio) for entry in table.entries} == {
+        ("full", None), *((method, ratio) for method in ("random", "snapkv") for ratio in (0.5, 0.25))
+    }  # fmt: skip
+    assert all(set(entry.scores) == {1.0 if entry.ratio == 0.5 else 0.5} for entry in table.entries)
+    assert table.protocol["ratio_of"] == "prompt and answer"
+    assert table.command.endswith(f"--questions {QUESTIONS}")
 
 
 def test_answers_stay_when_transformers_has_a_new_release():
