@@ -224,8 +224,9 @@ def check(config: dict[str, Any]) -> None:
     # Equal tokens have equal key norms (knorm, cur) and, in the first layer, values (infinipot-v, vnorm; defensivekv,
     # which lifts the risks of many keys to the same one) and keys before RoPE (leverage); two keys are equally like
     # their mean (keydiff, compactor): in a batch rounding may decide otherwise. So may it among the two keys of a first
-    # chunk or of a decode budget of one, whose standardised scores are 1 and -1 (triattention).
+    # chunk, of a decode budget of one or of a second prompt, whose standardised scores are 1 and -1 (triattention).
     has_pairs = "prefill_chunk" in options or (policy.decode is not None and policy.decode(min(config["lengths"])) < 2)
+    has_pairs |= 1 in (config.get("more") or [])  # behind the answer's last token
     tied = TIED | {"defensivekv"} | ({"triattention"} if has_pairs else set())
     if tied & {config["method"], config["options"].get("scorer")} or not exact:
         return

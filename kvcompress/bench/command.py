@@ -86,6 +86,7 @@ def launches_parser() -> argparse.ArgumentParser:
     add("--length", type=whole(1), default=512, help="prompt tokens (512)")
     add("--batch", type=whole(1), default=1, help="prompts at a time (1)")
     add("--new", type=whole(5), default=12, help="decode steps that are counted (12)")
+    add("--layers", type=whole(1), help="layers of the shape's model (4)")
     add("--lines", type=whole(), default=0, help="also print that many of the most expensive lines of code (0)")
     return this
 

@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from ..cache.cache import CompressedCache
 from ..cache_name import CACHE
-from ..errors import loading
+from ..errors import KVCompressError, loading
 from ..hooks.session import attach
 from .contenders import MethodSpec
 from .pretended.counts import Counts
@@ -28,7 +28,8 @@ from .timing import table
 
 Meter = Callable[[], AbstractContextManager[Counts]]
 Make = Callable[[PreTrainedModel, int], Cache]  # takes the length of the prompt
-CUT = {"num_hidden_layers": 4, "intermediate_size": 64, "vocab_size": 512}  # a smaller shape, same kernels
+CUT = {"intermediate_size": 64, "vocab_size": 512}  # a smaller shape, same kernels
+LAYERS = 4  # of a shape, by default
 PASS = "kvcompress pass "
 # Runtime calls in which the host waits.
 WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
@@ -173,8 +174,12 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
     origin = source(given.model, given.shape)
     methods = [MethodSpec.parse(name, given.ratio) for name in given.methods]
     check_files(given.out, ".json", ".md")
+    cut = {}
     if "config" in origin:
-        origin = {"config": {**origin["config"], **CUT}}
+        cut = {"num_hidden_layers": given.layers or LAYERS, **CUT}
+        origin = {"config": {**origin["config"], **cut}}
+    elif given.layers:
+        raise KVCompressError(f"--layers is for a --shape: {given.model} has its own")
     is_there = torch.cuda.is_available()
     where = torch.device("cuda" if is_there else "cpu")
     with ExitStack() as stack:
@@ -192,7 +197,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
             with metering() as meter:
                 rows.append(count(model, name, make, meter, *sizes))
     names = ("length", "batch", "new", "dtype")
-    settings = {"model": given.model or given.shape, "cut": CUT if "config" in origin else {}}
+    settings = {"model": given.model or given.shape, "cut": cut}
     settings |= {name: getattr(given, name) for name in names}
     content = about(["kvcompress", "bench", "launches", *arguments], settings, where)
     results = Results(given.out.with_suffix(".json"), content, resume=False, parts=("rows",))

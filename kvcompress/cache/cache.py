@@ -26,6 +26,7 @@ from ..scoring.vision import vision_token_ids
 from . import saved
 from .choice import Choice
 from .hiding import Hiding
+from .joint_eviction import Evictions
 from .layer import CompressedLayer, nbytes_of
 from .new_tokens import NewTokens, check_past
 from .other_layers import check_other_layers, layer_names
@@ -117,10 +118,10 @@ class CompressedCache(DynamicCache):
         ]
         first_hidden = None if tokens is None else tokens.hides_from(len(self.layers))
         hiding = None if first_hidden is None else Hiding(tokens, first_hidden)
-        compressed = len(full_attention)
+        compressed, evictions = len(full_attention), Evictions()
         for place, layer_idx in enumerate(full_attention):
             choice = Choice(self.policy, layer_idx, place, compressed)
-            self.layers[layer_idx] = CompressedLayer(choice, max_new_tokens, hiding)
+            self.layers[layer_idx] = CompressedLayer(choice, max_new_tokens, evictions, hiding)
         others = [layer for layer in self.layers if not isinstance(layer, (CompressedLayer, WITHOUT_KEYS))]
         kinds = {type(layer) for layer in others}
         if not compressed:

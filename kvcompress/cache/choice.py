@@ -1,55 +1,28 @@
-"""`Choice`: applies the policy to one layer. It sets budgets, builds a cluster's view and calls the cluster; no
-state."""
+"""`Choice`: applies the policy to one layer. It builds a cluster's view and calls the cluster; no state."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from ..clusters.base import KVCluster
 from ..device import on_device
 from ..errors import KVCompressError
-from ..policy.policy import Policy
-from ..scoring.budget import allocated
-from ..scoring.layer_view import Kept, LayerView, Settings, StoredEntries, all_slots
+from ..scoring.layer_view import SEVERAL, Kept, LayerView, RowLayer, StoredEntries, all_slots
 from ..scoring.returned import check_kept, check_measured, checked_rows, unchanged
 from ..scoring.rotary import Rotary
 from ..scoring.rows import scores_of
 from ..scoring.selection import ADAPTIVE
 from ..scoring.windows import BLOCK, pad_columns
-from .memory import Memory, SequenceLog
+from .layer_policy import LayerPolicy
+from .memory import Memory
 from .new_tokens import NewTokens
-from .protected import Protected
 from .scope import Candidates, States, context_of, evictable, fills_all_slots, with_budgets
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One layer's policy.
-
-    Attributes:
-        policy: the policy of all layers.
-        layer_idx: the model's index of the layer, for messages.
-        place: index of the layer among the `num_layers` compressed layers.
-    """
-
-    policy: Policy
-    layer_idx: int
-    place: int
-    num_layers: int
+class Choice(LayerPolicy):
+    """The choices that follow from one layer's policy."""
 
     # -- a prompt
-
-    def budgets(self, tokens: NewTokens) -> list[int]:
-        """Return the entries to keep of each row's context, per KV head."""
-        budget = self.policy.budget
-        if self.policy.tokens is not None:
-            return tokens.context
-        if self.policy.engine.ratio_of == "prompt":
-            # A piece of a prompt may be mostly protected; the prompt's own budget was checked (protected.py).
-            least = tokens.protected_lengths or [0] * len(tokens.context)
-            return [max(budget(length), some) for length, some in zip(tokens.context, least, strict=True)]
-        counts = zip(tokens.context, tokens.vision_lengths, strict=True)
-        return [length - images + budget(images) for length, images in counts]
 
     def view(
         self, tokens: NewTokens, budgets: list[int], states: States, merge_threshold: torch.Tensor | None
@@ -79,22 +52,6 @@ class Choice:
             rotary=states.rotary,
             settings=self.settings,
             merge_threshold=merge_threshold,
-        )
-
-    @property
-    def settings(self) -> Settings:
-        policy, engine = self.policy, self.policy.engine
-        return Settings(
-            cluster=policy.cluster,
-            query_window=policy.cluster.query_window,
-            head_budget=policy.head_budget,
-            safeguard=policy.chosen("safeguard"),
-            pyramid_beta=engine.pyramid_beta,
-            merge=policy.chosen("merge"),
-            merge_modality=engine.merge_modality,
-            moves_keys=policy.moves_keys,
-            evicts_later=policy.decode is not None,
-            groups=1 if policy.fair is None else 1 + len(policy.fair.parts),
         )
 
     def observe(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:
@@ -184,8 +141,8 @@ class Choice:
     def _totals(self, budgets: list[float], held: list[list[int]]) -> list[int] | None:
         """Return the number of entries that each row keeps of `held`, [row][head], under its budget.
 
-        None for a method that overrides the selection, which may keep fewer."""
-        if self._overrides_selection:
+        None for a method that may keep fewer."""
+        if not self._fills_budget:
             return None
         if self.policy.head_budget in ADAPTIVE:
             return [min(round(budget * len(row)), sum(row)) for budget, row in zip(budgets, held, strict=True)]
@@ -193,17 +150,20 @@ class Choice:
 
     def _left(self, budgets: list[float], held: list[list[int]]) -> list[list[int]] | None:
         """Like `_totals`, for each head; None for adaptive heads."""
-        if self._overrides_selection or self.policy.head_budget in ADAPTIVE:
+        if not self._fills_budget or self.policy.head_budget in ADAPTIVE:
             return None
         return [[min(budget, of_head) for of_head in row] for budget, row in zip(budgets, held, strict=True)]
 
     def _fills_all_slots(self, view: LayerView) -> bool:
-        return fills_all_slots(view) and (self.policy.cluster.fills_budget or not self._overrides_selection)
+        return fills_all_slots(view) and self._fills_budget
 
     @property
-    def _overrides_selection(self) -> bool:
+    def _fills_budget(self) -> bool:
+        """Whether a choice keeps all that budgets allow. One that overrides the selection may keep fewer, unless its
+        cluster says that it does not."""
         own = type(self.policy.cluster)
-        return any(getattr(own, name) is not getattr(KVCluster, name) for name in ("update_kv", "keep", "select"))
+        overrides = any(getattr(own, name) is not getattr(KVCluster, name) for name in ("update_kv", "keep", "select"))
+        return own.fills_budget or not overrides
 
     # -- stored entries, while decoding or with a later chunk
 
@@ -217,6 +177,8 @@ class Choice:
         has_no_pads: bool = False,
         reading: bool = False,
         stays: list[bool] | None = None,
+        own: list[int] | None = None,
+        row_layers: tuple[RowLayer, ...] = (),
         **vision: object,
     ) -> Kept:
         """Choose among stored and newer entries.
@@ -231,6 +193,7 @@ class Choice:
                 device.
             reading: as in `StoredEntries`.
             stays: the rows that keep everything, whatever their budget.
+            own: each row's entries in its own layer, if rows belong to different ones, `row_layers`.
             vision: fields of `LayerView` about vision tokens.
 
         Returns:
@@ -239,6 +202,8 @@ class Choice:
         """
         log, (rows, kv_heads, slots) = memory.log, kept.indices.shape
         lengths, held, padding = log.lengths_at(seen), kept.held, None
+        # Layers share a row's budget by its tokens, which are the same for all, not by the entries that each holds.
+        own = own or self.own_budgets(budgets, lengths, log)
         if held is not None:
             padding = on_device(slots - torch.tensor(held), kept.indices.device)
         elif has_no_pads:
@@ -247,7 +212,7 @@ class Choice:
             padding = (kept.indices < 0).sum(-1)
             held = (slots - padding).tolist()
         view = LayerView(
-            self.place,
+            SEVERAL if row_layers else self.place,
             self.num_layers,
             lengths,
             budgets,
@@ -257,6 +222,7 @@ class Choice:
             module=states.module,
             rotary=states.rotary,
             settings=self.settings,
+            row_layers=row_layers,
             stored=StoredEntries(kept.indices, seen, tuple(lengths), reading),
             merge_threshold=memory.merge_threshold,
             noted=None if reading else memory.noted,
@@ -269,8 +235,6 @@ class Choice:
             new = states.queries if reading else states.queries[:, :, -memory.decoded :]
             view = replace(view, sums=kept.sums + self._added(new, kept.keys, view))
             kept = replace(kept, sums=view.sums)
-        # Layers share a row's budget by its tokens, which are the same for all, not by the entries that each holds.
-        own = self._shares(view, log.shares, log.protected)
         budgets = [
             most if all_stay else min(share, most)
             for share, most, all_stay in zip(own, entries, stays or [False] * rows, strict=True)
@@ -293,22 +257,6 @@ class Choice:
             kept = replace(kept, noted=self._note_of_all(kept.keys, kept.values, view))
         sums = None if kept.sums is None else self.policy.cluster.carried(kept.sums, view)
         return replace(kept, sums=sums, totals=all_slots(kept.indices) if view.padding is None else None)
-
-    def decode_budget(self, length: int, log: SequenceLog) -> int:
-        """Return the entries per KV head that this layer keeps of `length` tokens while decoding, after the one row's
-        prompt in `log`."""
-        budget = self.policy.decode(length)
-        protected = self.protected_lengths(log)
-        view = LayerView(
-            self.place, self.num_layers, [length], [budget], 1.0, protected_lengths=protected, settings=self.settings
-        )
-        return self._shares(view, log.shares, log.protected)[0]
-
-    def protected_lengths(self, log: SequenceLog) -> tuple[int, ...]:
-        """Return how many entries of this layer later evictions may not drop, for each row."""
-        if log.protected is None:
-            return ()
-        return tuple(log.held_of_prompt() if self.policy.protect.whole_prompt else log.protected.entries)
 
     def known_features(self, features: torch.Tensor | None) -> torch.Tensor:
         """Return what the cluster computed from the pass's hidden states, for a method that reads them."""
@@ -378,22 +326,3 @@ class Choice:
             now = replace(view, stored=replace(view.stored, seen=seen))
             sums = sums + self.policy.cluster.observe(some, keys, now).float()
         return sums
-
-    def _shares(self, view: LayerView, shares: list[list[int]] | None, protected: Protected | None = None) -> list[int]:
-        """Return this layer's budget for each row. Shares measured in the prompt stay the same.
-
-        Of protected entries each layer keeps its own, and the layers share the rest of the budget."""
-        if protected is not None:
-            is_uniform = self.policy.chosen("layer_budget") == "uniform" and shares is None
-            means = view.protected_lengths if is_uniform else protected.entries
-            lengths = [n - some for n, some in zip(view.lengths, protected.tokens, strict=True)]
-            parts = zip(view.budgets, means, lengths, strict=True)
-            rest = replace(view, lengths=lengths, budgets=[min(n - some, most) for n, some, most in parts])
-            return [a + b for a, b in zip(view.protected_lengths, self._shares(rest, shares), strict=True)]
-        if shares is None:
-            rule = self.policy.layer_budget
-            return view.budgets if rule.is_measured else rule.budgets(view)[self.place]
-        return [
-            allocated(tuple(layer[row] for layer in shares), budget * self.num_layers, length)[self.place]
-            for row, (budget, length) in enumerate(zip(view.budgets, view.lengths, strict=True))
-        ]

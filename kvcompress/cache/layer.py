@@ -15,6 +15,7 @@ from ..scoring.rotary import Rotary
 from .answering import Answering
 from .choice import Choice
 from .hiding import Hiding
+from .joint_eviction import Evictions
 from .memory import Memory
 from .new_tokens import NewTokens
 from .phases import EVERY, Decoding, LaterChunk, Phase, Prefill, Rereading, Waiting
@@ -103,10 +104,11 @@ class CompressedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, choice: Choice, room: int | None, hiding: Hiding | None = None):
-        """`room` is the number of new tokens to allocate room for; `hiding` is shared by all layers of the cache."""
+    def __init__(self, choice: Choice, room: int | None, evictions: Evictions, hiding: Hiding | None = None):
+        """`room` is the number of new tokens to allocate room for; all layers of the cache share `evictions` and
+        `hiding`."""
         super().__init__()
-        self.choice, self._room, self.hiding = choice, room, hiding
+        self.choice, self._room, self._evictions, self.hiding = choice, room, evictions, hiding
         self.layer_idx, self.policy = choice.layer_idx, choice.policy
         self._listeners: OrderedDict[int, Listener] = OrderedDict()
         self.scaling: float | None = None
@@ -251,8 +253,9 @@ class CompressedLayer(CacheLayerMixin):
 
     def restore(self, memory: Memory) -> None:
         """Replace the contents."""
+        self._evictions.forget()
         self.memory = memory
-        self._decoding = self._phase = Decoding(self.choice, memory, self.hiding)
+        self._decoding = self._phase = Decoding(self.choice, memory, self.hiding, self._evictions)
 
     def state(self) -> dict[str, object]:
         """Return the contents for saving to a file."""

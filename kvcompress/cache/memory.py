@@ -245,13 +245,14 @@ class Memory:
         self.sums = None if kept.sums is None else kept.sums[..., kept.indices.shape[2] - self.stored :]
         self._seen_when_stored = seen
 
-    def reduce_to(self, kept: Kept, reduced: Kept, seen: int) -> None:
-        """Replace the stored entries `kept` by `reduced`; `seen` is the number of tokens so far."""
+    def reduce_to(self, kept: Kept, reduced: Kept) -> None:
+        """Replace the stored entries `kept` by `reduced`, which ends an eviction."""
+        self.decoded = 0
         if reduced.indices is kept.indices:  # nothing was evicted
             self.sums = reduced.sums
             return
         self.merge_threshold, self.noted = reduced.merge_threshold, reduced.noted
-        self.replace_entries(reduced, seen)
+        self.replace_entries(reduced, self.seen)
 
     def remember(self, queries: torch.Tensor | None) -> None:
         """Record the latest queries, see `Choice.latest`."""

@@ -19,8 +19,8 @@ from ..scoring.layer_view import Kept, all_slots
 from ..scoring.rereading import received
 from ..scoring.windows import pad_columns
 from .choice import Choice
-from .eviction import evict
 from .hiding import Hiding
+from .joint_eviction import Evictions
 from .memory import Memory
 from .new_tokens import NewTokens
 from .scope import Candidates, States, joined, right_aligned
@@ -73,9 +73,9 @@ class Decoding(Phase):
     """A token that is handed to the storage before it is attended to. One object serves a whole answer, so that
     compiled graphs stay valid."""
 
-    def __init__(self, choice: Choice, memory: Memory, hiding: Hiding | None):
+    def __init__(self, choice: Choice, memory: Memory, hiding: Hiding | None, evictions: Evictions):
         super().__init__(choice, memory)
-        self._evicts, self._hiding = choice.policy.decode is not None, hiding
+        self._evicts, self._hiding, self._evictions = choice.policy.decode is not None, hiding, evictions
         self.has_work = self._evicts or hiding is not None  # after the attention
 
     @property
@@ -105,7 +105,7 @@ class Decoding(Phase):
             self.memory.remember(self.choice.latest(states.queries, states.rotary))
             self.memory.decoded += states.queries.shape[2]
             if self.memory.decoded >= self.choice.policy.decode_interval:
-                evict(self.choice, self.memory, states)
+                self._evictions.add(self.choice, self.memory, states)
         return self
 
 

@@ -56,13 +56,14 @@ class Protected:
 
     @classmethod
     def joined(cls, parts: "list[Protected]", seen: list[int]) -> "Protected":
-        """Return those of several sequences of `seen` tokens as one batch, aligned to the right."""
+        """Return those of several batches of `seen` columns as one batch, aligned to the right."""
         width = max(seen)
         masks = [
             F.pad(part.mask, (width - length, length - part.mask.shape[1]))
             for part, length in zip(parts, seen, strict=True)
         ]
-        return cls(torch.cat(masks), [part.tokens[0] for part in parts], [part.entries[0] for part in parts])
+        tokens, entries = ([n for part in parts for n in getattr(part, name)] for name in ("tokens", "entries"))
+        return cls(torch.cat(masks), tokens, entries)
 
 
 def protected_tokens(

@@ -16,23 +16,26 @@ from .snapkv import WindowKVCluster
 BLOCK = 256  # keys projected at a time
 
 
-def projected_norm(values: torch.Tensor, module: torch.nn.Module | None, method: str) -> torch.Tensor:
+def projected_norm(values: torch.Tensor, view: LayerView, method: str) -> torch.Tensor:
     """Return the L1 norm of each value after the output projection, averaged over the query heads of a KV head.
 
     Args:
         values: (batch, kv_heads, keys, head_dim).
-        module: the attention module; the weight of its `o_proj` is (hidden, heads * head_dim).
+        view: of the layer; the weight of its module's `o_proj` is (hidden, heads * head_dim).
         method: the method that asks, for the error if there is no such weight.
 
     Returns:
         (batch, kv_heads, keys) in fp32.
     """
-    weight = output_projection(module, values.shape[1], values.shape[3], method)
-    norms = [
-        torch.stack([(block.float() @ of_group).abs().sum(-1) for of_group in weight]).mean(0)
-        for block in values.split(BLOCK, dim=2)
-    ]
-    return torch.cat(norms, dim=-1)
+    norms = []
+    for part, module in view.by_module(values):
+        weight = output_projection(module, values.shape[1], values.shape[3], method)
+        blocks = [
+            torch.stack([(block.float() @ of_group).abs().sum(-1) for of_group in weight]).mean(0)
+            for block in part.split(BLOCK, dim=2)
+        ]
+        norms.append(torch.cat(blocks, dim=-1))
+    return torch.cat(norms)
 
 
 @register_method("criticalkv")
@@ -60,7 +63,7 @@ class CriticalKVCluster(WindowKVCluster):
             budgets = (self.select(scores, view) >= 0).sum(-1)
         first = (self.first_stage * budgets.float()).long().clamp(min=safe)
         sure = ranks(scores, view.padding) < first[..., None]
-        weighted = (scores + self.epsilon) * projected_norm(values, view.module, "criticalkv")
+        weighted = (scores + self.epsilon) * projected_norm(values, view, "criticalkv")
         largest = torch.finfo(scores.dtype).max
         weighted = torch.where(sure | (scores >= largest), torch.inf, weighted)
         if head_budget in ADAPTIVE:

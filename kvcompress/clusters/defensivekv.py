@@ -54,7 +54,7 @@ class DefensiveKVCluster(WindowKVCluster):
         risk = pooled.amax((2, 3))  # (batch, kv_heads, keys)
         risk = risk.maximum(risk.sum(-1, keepdim=True) / older.sum(-1, keepdim=True))
 
-        norms = projected_norm(values, view.module, "defensivekv").masked_fill(~real, 0.0)
+        norms = projected_norm(values, view, "defensivekv").masked_fill(~real, 0.0)
         norms = norms / norms.sum(1, keepdim=True).clamp(min=torch.finfo(norms.dtype).tiny)
         scores = (risk * norms).masked_fill(~older, 0.0)
         # The window and the sure keys tie with the layer's best: over several layers they are not above all others.

@@ -108,7 +108,7 @@ class SlotLayer(DecodingLayer):
         counts = (layer.kept_columns()[0] >= 0).sum(-1).tolist()
         if self.policy.decode is not None:
             length, held = layer.seen + room, sum(counts) // len(counts)
-            most = max(held, self.choice.decode_budget(length, layer.memory.log))
+            most = max(held, self.choice.decode_budgets([length], layer.memory.log)[0])
             room = min(room, most - held + self.policy.decode_interval)
         return self._pool_type.rows_for(counts, room)
 

@@ -3,7 +3,8 @@
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from itertools import groupby
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -58,6 +59,37 @@ class StoredEntries:
     reading: bool = False
 
 
+class SeveralLayers(BaseException):
+    """A method asks for the one layer of a view of several; for `kvcompress` to catch, not for the method."""
+
+
+class _Several:
+    """Stands for `LayerView.place` and `module` in a view of several layers: any use raises SeveralLayers."""
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise SeveralLayers
+
+    __class__ = property(_refuse)  # for isinstance
+    __torch_function__ = classmethod(_refuse)  # as an index of a tensor
+    __getattr__ = __getitem__ = __call__ = __iter__ = __len__ = __contains__ = __bool__ = __hash__ = _refuse
+    __index__ = __int__ = __float__ = __round__ = __str__ = __repr__ = __format__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = __invert__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __pow__ = __rpow__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refuse
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _refuse
+
+
+SEVERAL = _Several()
+
+
+class RowLayer(NamedTuple):
+    """The layer of a view's row, if they belong to several: as `LayerView.place` and `module`."""
+
+    place: int
+    module: torch.nn.Module
+
+
 @dataclass(frozen=True)
 class LayerView:
     """A cluster's view of the layer that it compresses: a prompt or, while decoding, the stored entries.
@@ -90,6 +122,8 @@ class LayerView:
         module: the model's attention module, for scores that need its weights (`o_proj`).
         rotary: the rotation of the prompt's columns (while decoding: of the latest), for a cluster that asks for it.
         settings: the requested options.
+        row_layers: if a GPU evicts from several layers at once, that of each row; `place` and `module` cannot be used
+            then, and a cluster that does gets each layer alone. Empty otherwise.
         stored: the origin of the entries, while decoding or in a later chunk; None in a prompt, whose entries are its
             columns.
         sums: for a cluster whose scores add up over all queries, the running sum of `observe` for each column, (batch,
@@ -117,6 +151,7 @@ class LayerView:
     module: torch.nn.Module | None = None
     rotary: Rotary | None = None
     settings: Settings = field(default_factory=Settings)
+    row_layers: tuple[RowLayer, ...] = ()
     stored: StoredEntries | None = None
     sums: torch.Tensor | None = None
     merge_threshold: torch.Tensor | None = None
@@ -135,6 +170,14 @@ class LayerView:
     def tokens(self) -> tuple[int, ...]:
         """Real tokens of each row so far, evicted ones included."""
         return tuple(self.lengths) if self.stored is None else self.stored.tokens
+
+    def by_module(self, rows: torch.Tensor) -> list[tuple[torch.Tensor, torch.nn.Module | None]]:
+        """Return the parts of a tensor (batch, ...) that belong to one attention module each, and the modules."""
+        if not self.row_layers:
+            return [(rows, self.module)]
+        runs = [(module, len(list(run))) for module, run in groupby(self.row_layers, lambda layer: layer.module)]
+        parts = rows.split([length for _, length in runs])
+        return [(part, module) for part, (module, _) in zip(parts, runs, strict=True)]
 
     @property
     def vision_by_head(self) -> torch.Tensor | None:
@@ -164,7 +207,7 @@ class LayerView:
             rotary = rotary.rows(rows) if self.is_decoding else rotary.rows(rows).from_column(first)
         of_columns = ("vision", "vision_rank", "protected", "groups", "sums", "received")
         of_row = {name: getattr(self, name) for name in ("merge_threshold", "noted")}
-        tuples = ("frame_tokens", "question_lengths", "protected_lengths", "row_seeds", "mean_budgets")
+        tuples = ("frame_tokens", "question_lengths", "protected_lengths", "row_seeds", "mean_budgets", "row_layers")
         return replace(
             self,
             lengths=[min(length, columns - first) for length in chosen(self.lengths)],
@@ -314,7 +357,8 @@ def uniform_noise(view: LayerView, keys: torch.Tensor, seed: int | str) -> torch
     kv_heads, columns = keys.shape[1:3]
     noise = torch.zeros(len(view.lengths), kv_heads, columns, dtype=torch.float32)
     for row, (length, tokens) in enumerate(zip(view.lengths, view.tokens, strict=True)):
-        generator = generator_of(seed, view.place, view.row_seeds[row], tokens)
+        place = view.row_layers[row].place if view.row_layers else view.place
+        generator = generator_of(seed, place, view.row_seeds[row], tokens)
         noise[row, :, columns - length :] = torch.rand(kv_heads, length, dtype=torch.float32, generator=generator)
     return on_device(noise, keys.device)
 

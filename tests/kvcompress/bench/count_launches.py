@@ -1,7 +1,8 @@
 """`python -m tests.kvcompress.bench.count_launches OUT LAUNCHES IN_FLIGHT`: of caches, two lists in JSON.
 
-Writes OUT_5 (of five steps), OUT_9 (of caches that evict) and OUT_rows (of two rows, of caches that do not) as
-`kvcompress bench launches` does, and prints in JSON the waits of each step of requests in flight: {method: [waits]}.
+Writes OUT_5 (of five steps), OUT_9 (of caches that evict, with eight layers) and OUT_rows (of two rows, of caches that
+do not) as `kvcompress bench launches` does, and prints in JSON the waits of each step of requests in flight: {method:
+[waits]}.
 One process of its own for all, since Triton reads the interpreter's variable on import."""
 
 import contextlib
@@ -44,7 +45,7 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):
         for evicts, name, new, batch in ((False, "5", "5", "1"), (True, "9", "9", "1"), (False, "rows", "5", "2")):
             caches = [cache for cache in launches if ("decode_budget" in cache) == evicts]
-            of_run = ["--out", f"{out}_{name}", "--new", new, "--batch", batch]
+            of_run = ["--out", f"{out}_{name}", "--new", new, "--batch", batch, *(["--layers", "8"] if evicts else [])]
             assert not command(["bench", "launches", *sizes, *of_run, "--methods", *caches])
     with PretendedCuda() as gpu:
         model = FAMILIES["llama"].build().to("cuda")

@@ -520,6 +520,7 @@ def test_without_time_for_a_first_cell_there_is_a_table_and_no_plot(tmp_path, mo
         (["launches", "--shape", "tony"], "'tiny'"),
         (["launches", "--shape", "tiny", "--methods", "q-filters"], "calibration"),
         (["launches"], "--shape"),
+        (["launches", "a-model", "--layers", "2"], "--layers is for a --shape"),
     ],
 )
 def test_a_wrong_argument_is_one_line_that_names_it(arguments, message, capsys, tmp_path, monkeypatch):

@@ -66,14 +66,15 @@ BUDGETS = {
     f"snapkv{THINK}": Budget(in_flight=None),
     # The first step divides the entries, since only the device knew during the prefill how many of a head are recent.
     f"adakv{THINK}": Budget(eviction=14, in_flight=None),
-    f"streamingllm{EVICTING}": Budget(eviction=28),
-    f"snapkv{EVICTING}": Budget(eviction=32),
-    f"h2o{EVICTING}": Budget(eviction=34),
+    f"streamingllm{EVICTING}": Budget(eviction=10),
+    f"snapkv{EVICTING}": Budget(eviction=12),
+    f"h2o{EVICTING}": Budget(eviction=14),
     "snapkv:protect=prompt:decode_budget=40:decode_interval=4": Budget(eviction=40, in_flight=None),
     f"snapkv{OFFLOADED}{EVICTING}": Budget(eviction=34, in_flight=None),
     f"adakv{OFFLOADED}{EVICTING}": Budget(step=4, eviction=40, in_flight=None),
-    f"r-kv{EVICTING}": Budget(eviction=39),
-    f"adakv{EVICTING}": Budget(eviction=40),
+    f"r-kv{EVICTING}": Budget(eviction=12),
+    f"adakv{EVICTING}": Budget(eviction=11),
+    f"criticalkv:layer_budget=pyramid{EVICTING}": Budget(eviction=33),  # it selects itself, and layers differ
 }
 if find_spec("optimum"):  # pip install -e .[quantized]
     BUDGETS |= {
@@ -88,14 +89,14 @@ if find_spec("hqq"):
     }
 
 
-# The other methods that evict while decoding: kernels of an eviction. Those above 40 compute more than an attention.
+# The other methods that evict while decoding: kernels of an eviction.
 EVICTIONS = {
-    "adamixkv": 201, "aircache": 27, "cake": 37, "cam": 95, "capkv": 108, "chunkkv": 36, "compactor": 114,
-    "criticalkv": 61, "csp": 54, "cur": 38, "d2o": 130, "defensivekv": 108, "dropkv": 197, "entropy-gated-chunkkv": 133,
-    "expected-attention": 82, "finch": 32, "infinipot-v": 18, "keydiff": 27, "knorm": 19, "kvcompose": 29,
-    "kvcrush": 109, "kvzip": 47, "lagkv": 31, "lava": 57, "leverage": 39, "look-m": 108, "meda": 142, "mixkv": 124,
-    "morphkv": 30, "non-causal-attention": 38, "prefixkv": 47, "pyramidkv": 32, "random": 18, "recent": 21,
-    "sagekv": 40, "simlayerkv": 28, "tgv-kv": 38, "tova": 24, "vl-cache": 29, "vnorm": 18,
+    "adamixkv": 33, "aircache": 11, "cake": 16, "cam": 22, "capkv": 23, "chunkkv": 12, "compactor": 21,
+    "criticalkv": 26, "csp": 14, "cur": 11, "d2o": 34, "defensivekv": 29, "dropkv": 32, "entropy-gated-chunkkv": 24,
+    "expected-attention": 20, "finch": 11, "infinipot-v": 8, "keydiff": 9, "knorm": 8, "kvcompose": 16, "kvcrush": 21,
+    "kvzip": 13, "lagkv": 10, "lava": 13, "leverage": 11, "look-m": 23, "meda": 28, "mixkv": 23, "morphkv": 11,
+    "non-causal-attention": 12, "prefixkv": 17, "pyramidkv": 17, "random": 8, "recent": 9, "sagekv": 15,
+    "simlayerkv": 10, "tgv-kv": 14, "tova": 11, "vl-cache": 11, "vnorm": 8,
 }  # fmt: skip
 for method, kernels in EVICTIONS.items():
     cluster = kvcompress.make_cluster(method)
@@ -120,6 +121,10 @@ def counted(request, tmp_path_factory) -> tuple[dict[str, dict], dict[str, dict]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     assert (out.parent / "launches_9.md").read_text().count("| ---") == 8
     runs = [json.loads((out.parent / f"launches_{run}.json").read_text())["rows"] for run in (5, 9, "rows")]
+    for run in runs:
+        (plain,) = (row["kernels"] for row in run if row["cache"] == "DynamicCache")
+        for row in run:
+            row["kernels_more"] = row["kernels"] - plain
     single, several = (
         {row["cache"].partition("@")[0]: row for row in rows} for rows in ([*runs[0], *runs[1]], runs[2])
     )
@@ -133,7 +138,7 @@ def rows(counted) -> dict[str, dict]:
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_decode_step_launches_no_more_than_its_budget_and_waits_for_nothing(rows, cache):
-    assert rows[cache]["kernels"] <= rows["DynamicCache"]["kernels"] + BUDGETS[cache].step
+    assert rows[cache]["kernels_more"] <= BUDGETS[cache].step
     assert rows[cache]["waits"] == 0
 
 

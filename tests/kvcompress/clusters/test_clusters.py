@@ -220,9 +220,10 @@ def test_scores_of_a_row_do_not_depend_on_how_large_another_rows_states_are(meth
 def test_values_are_projected_block_by_block_as_they_are_at_once(monkeypatch):
     """The norms that CriticalKV weighs with; all projections of a long prompt are never held together."""
     values, module = torch.randn(3, 2, 7, 4), SimpleNamespace(o_proj=torch.nn.Linear(16, 8))
-    expected = criticalkv.projected_norm(values, module, "criticalkv")
+    view = kvcompress.Prompt(0, 2, [7] * 3, [3] * 3, 0.25, module=module)
+    expected = criticalkv.projected_norm(values, view, "criticalkv")
     monkeypatch.setattr(criticalkv, "BLOCK", 2)
-    torch.testing.assert_close(criticalkv.projected_norm(values, module, "criticalkv"), expected)
+    torch.testing.assert_close(criticalkv.projected_norm(values, view, "criticalkv"), expected)
 
 
 @pytest.mark.parametrize("pads", [1, 9])

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 import kvcompress
 from kvcompress.cache import choice
 from kvcompress.cache.choice import Choice
+from kvcompress.cache.joint_eviction import Evictions
 from kvcompress.cache.layer import CompressedLayer
 from kvcompress.cache.new_tokens import NewTokens
 from kvcompress.check.reference import attended, attending_by, generate
@@ -370,7 +371,7 @@ def test_infinipot_v_finds_what_changed_also_among_what_is_left_of_older_chunks(
     keys = frame.repeat(12, 1)[None, None]
     keys[0, 0, 7] *= -1
     policy = make_policy("infinipot-v", budget=8, tar=1.0, prefill_chunk=10)
-    layer = CompressedLayer(Choice(policy, 0, 0, 1), None)
+    layer = CompressedLayer(Choice(policy, 0, 0, 1), None, Evictions())
     held = []
     for start in range(0, 60, 10):
         part = keys[:, :, start : start + 10]
