@@ -100,8 +100,8 @@ def pack(model: torch.nn.Module, rows: int) -> None:
     """Keep a second copy of each linear layer's weight in the layout that oneDNN multiplies `rows` rows with.
 
     Otherwise it packs all weights anew for each token. Products are the same to the bit in bf16, in fp32 up to
-    rounding; a decode step of 8 or 20 rows in bf16 takes two thirds of the time. For inference on a CPU. Without
-    instructions for bf16, a CPU multiplies in fp32 and rounds the products, in a quarter of the time.
+    rounding; a decode step of 8 or 20 rows in bf16 takes two thirds of the time. For inference on a CPU. One without
+    instructions for bf16 multiplies in fp32 and rounds the products, which is faster.
     """
     for layer in model.modules():
         if isinstance(layer, torch.nn.Linear):

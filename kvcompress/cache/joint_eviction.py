@@ -1,5 +1,6 @@
 """Evictions while decoding from several layers at once, so that a GPU launches fewer kernels."""
 
+import logging
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ..device import on_device
+from ..errors import one_line
 from ..scoring.layer_view import SEVERAL, Kept, RowLayer, SeveralLayers
 from .choice import Choice
 from .eviction import batch_key, evict, evict_together
@@ -74,8 +76,11 @@ class Evictions:
         if len(due) > 1 and not self._alone:
             try:
                 left = left_at_once(due)
-            except (SeveralLayers, TypeError, RuntimeError):  # torch may turn the first into the others
+            except SeveralLayers:
                 self._alone = True
+            except (TypeError, RuntimeError) as error:  # torch may refuse the stand-in for a layer, or memory run out
+                self._alone = True
+                logging.getLogger("kvcompress").warning("evicting layer by layer from now on: %s", one_line(error, 200))
         for place, each in enumerate(due):
             if left is None:
                 evict(each.choice, each.memory, each.states)
@@ -159,9 +164,9 @@ def _joined(layers: list[torch.Tensor], unused: int = 0) -> torch.Tensor:
 def _of_rows(left: Kept, rows: slice) -> Kept:
     """Return some rows of what was left, without slots that none of them uses, as far as the host knows. What is stored
     as it is does not keep the other rows alive."""
-    totals, held, slots = left.totals and left.totals[rows], left.held and left.held[rows], left.indices.shape[2]
-    most = max(map(max, held)) if held else max(totals, default=slots) if totals else slots
-    unused = max(slots - most, 0)
+    slots, totals = left.indices.shape[2], left.totals and left.totals[rows]
+    counts = [max(of_heads) for of_heads in left.held[rows]] if left.held else totals or [slots]
+    unused = max(slots - max(counts), 0)
     threshold, noted = (None if part is None else part[rows].clone() for part in (left.merge_threshold, left.noted))
     return Kept(
         *(part[rows, :, unused:] for part in (left.keys, left.values, left.indices)),
