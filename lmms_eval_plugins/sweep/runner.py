@@ -15,6 +15,7 @@ from kvcompress.flag_types import folder as existing_folder
 from ..cells.cell_log import cell_values, log_results
 from ..cells.data import find_tasks
 from ..cells.errors import EvaluationFailed, UsageError
+from ..cells.names import check_tasks, is_lm_eval
 from ..cells.results import DamagedFile
 from .config import SweepConfig
 from .study import Trial, Trials
@@ -128,7 +129,10 @@ def check_trials(config: SweepConfig, output: Path) -> None:
     for parameters in config.grid(set()) if config.method == "grid" else config.corners():
         cell_folder({**config.constants, **parameters}, output)
     include_path = config.constants.get("include_path")
-    find_tasks([str(name) for name in config.values("task")], include_path and existing_folder(str(include_path)))
+    folder, names = include_path and existing_folder(str(include_path)), [*map(str, config.values("task"))]
+    check_tasks(names, folder)
+    if others := [name for name in names if not is_lm_eval(name, folder)]:
+        find_tasks(others, folder)
 
 
 def run_here(sweep: Sweep) -> None:
