@@ -200,10 +200,49 @@ class Choice(LayerPolicy):
             The entries that the cluster keeps. If it keeps everything, these are the entries of `kept` with their new
                 sums and, in a later chunk, `Kept.noted`.
         """
+        lengths = memory.log.lengths_at(seen)
+        # Layers share a row's budget by its tokens, which are the same for all, not by the entries that each holds.
+        own = own or self.own_budgets(budgets, lengths, memory.log)
+        kept, view = self._stored(kept, memory, seen, budgets, states, has_no_pads, reading, row_layers, **vision)
+        held, entries = kept.held, [max(of_heads) for of_heads in kept.held]
+        budgets = [
+            most if all_stay else min(share, most)
+            for share, most, all_stay in zip(own, entries, stays or [False] * len(lengths), strict=True)
+        ]
+        view = replace(view, lengths=entries, budgets=budgets, mean_budgets=tuple(view.budgets))
+        if budgets == entries:
+            return self._all_of(kept, view)
+        voters = states.queries
+        if voters is not None and not (reading and self.policy.cluster.unrotated_queries):
+            voters = self.voters(voters)  # of a chunk, statistics of unrotated queries are of all, as in a first chunk
+        result = self._chosen(voters, kept.keys, kept.values, view)
+        if self._fills_all_slots(view):
+            return replace(result, indices=kept.indices.gather(2, result.indices), totals=all_slots(result.indices))
+        columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill_(result.indices < 0, -1)
+        return replace(result, indices=columns, totals=self._totals(budgets, held), held=self._left(budgets, held))
+
+    def sums(self, memory: Memory, states: States) -> torch.Tensor:
+        """Return the sums of the stored entries with what the tokens since the latest eviction add, for a prompt that
+        follows them."""
+        kept, lengths = replace(memory.kept(), held=memory.storage.held()), memory.log.lengths_at(memory.seen)
+        states = replace(states, queries=torch.cat(memory.latest_queries, dim=2))
+        return self._stored(kept, memory, memory.seen, lengths, states, memory.has_no_pads)[0].sums
+
+    def _stored(
+        self,
+        kept: Kept,
+        memory: Memory,
+        seen: int,
+        budgets: list[int],
+        states: States,
+        has_no_pads: bool,
+        reading: bool = False,
+        row_layers: tuple[RowLayer, ...] = (),
+        **vision: object,
+    ) -> tuple[Kept, LayerView]:
+        """Return entries with `Kept.held` and their present sums, and a view of them. Arguments as in `reduce`."""
         log, (rows, kv_heads, slots) = memory.log, kept.indices.shape
         lengths, held, padding = log.lengths_at(seen), kept.held, None
-        # Layers share a row's budget by its tokens, which are the same for all, not by the entries that each holds.
-        own = own or self.own_budgets(budgets, lengths, log)
         if held is not None:
             padding = on_device(slots - torch.tensor(held), kept.indices.device)
         elif has_no_pads:
@@ -230,26 +269,10 @@ class Choice(LayerPolicy):
             protected_lengths=self.protected_lengths(log),
             **vision,
         )
-        entries = [max(of_heads) for of_heads in held]
         if self.policy.carries_sums:
             new = states.queries if reading else states.queries[:, :, -memory.decoded :]
             view = replace(view, sums=kept.sums + self._added(new, kept.keys, view))
-            kept = replace(kept, sums=view.sums)
-        budgets = [
-            most if all_stay else min(share, most)
-            for share, most, all_stay in zip(own, entries, stays or [False] * rows, strict=True)
-        ]
-        view = replace(view, lengths=entries, budgets=budgets, mean_budgets=tuple(view.budgets))
-        if budgets == entries:
-            return self._all_of(replace(kept, held=held), view)
-        voters = states.queries
-        if voters is not None and not (reading and self.policy.cluster.unrotated_queries):
-            voters = self.voters(voters)  # of a chunk, statistics of unrotated queries are of all, as in a first chunk
-        result = self._chosen(voters, kept.keys, kept.values, view)
-        if self._fills_all_slots(view):
-            return replace(result, indices=kept.indices.gather(2, result.indices), totals=all_slots(result.indices))
-        columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill_(result.indices < 0, -1)
-        return replace(result, indices=columns, totals=self._totals(budgets, held), held=self._left(budgets, held))
+        return replace(kept, held=held, sums=view.sums), view
 
     def _all_of(self, kept: Kept, view: LayerView) -> Kept:
         """Return the result of a choice among stored entries that keeps all of them."""

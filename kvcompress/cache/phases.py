@@ -157,6 +157,8 @@ class Prefill(Phase):
 
     def after_attention(self, states: States) -> Phase:
         self.staged = None
+        if self.choice.policy.carries_sums and self.memory.decoded:
+            self.memory.sums = self.choice.sums(self.memory, states)
         self.memory.begin(self.tokens)
         return self._compress(replace(states, keys=self.choice.policy.cluster.as_stored(states.keys)))
 

@@ -183,6 +183,21 @@ def test_the_pads_of_a_second_prompt_have_no_vote(method):
     fuzz.check({**fuzz.of_rows("qwen2", [30, 30], method, ratio=0.8, **evicting), "more": [11, 2]})
 
 
+@pytest.mark.parametrize("method", ["h2o", "look-m", "meda"])
+def test_a_second_prompt_finds_the_sums_to_which_the_answer_before_it_has_added(method):
+    model = FAMILIES["qwen2"].build()
+    prompt, more, forced, sums = torch.arange(10, 40)[None], torch.arange(50, 60)[None], None, []
+    for interval in (1, 50):  # after each step, and not before the second prompt
+        cache = kvcompress.CompressedCache(
+            model.config, method, 0.5, decode_budget=99, decode_interval=interval, **calibration_of(method, model)
+        )
+        with kvcompress.attach(model):
+            forced, _ = generate(model, {"input_ids": prompt}, 6, forced, past_key_values=cache)
+            generate(model, {"input_ids": torch.cat([prompt, forced, more], 1)}, 1, past_key_values=cache)
+        sums.append([layer.memory.sums for layer in cache.compressed_layers])
+    torch.testing.assert_close(sums[1], sums[0])
+
+
 @pytest.mark.parametrize(("method", "interval"), some(paired(METHODS, [1, 5]), REMEMBERING))
 def test_memory_stays_bounded_however_long_the_answer_is(method, interval):
     model = FAMILIES["qwen2"].build()
