@@ -24,11 +24,11 @@ class Choice(LayerPolicy):
 
     # -- a prompt
 
-    def view(
-        self, tokens: NewTokens, budgets: list[int], states: States, merge_threshold: torch.Tensor | None
-    ) -> LayerView:
-        """Return a cluster's view of a prompt."""
-        device = states.keys.device
+    def view(self, tokens: NewTokens, budgets: list[int], states: States, memory: Memory) -> LayerView:
+        """Return a cluster's view of a prompt; `memory` holds what came before it."""
+        device, earlier = states.keys.device, None
+        if memory.storage is not None and type(self.policy.cluster).note is not KVCluster.note:
+            earlier = (memory.storage.columns(memory.seen) >= 0).sum(2)
         vision = None if tokens.vision is None else tokens.vision.to(device)
         protected, counts = tokens.protected, tokens.protected_lengths
         if self.policy.engine.ratio_of == "vision":
@@ -51,7 +51,8 @@ class Choice(LayerPolicy):
             module=states.module,
             rotary=states.rotary,
             settings=self.settings,
-            merge_threshold=merge_threshold,
+            merge_threshold=memory.merge_threshold,
+            earlier=earlier,
         )
 
     def observe(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:

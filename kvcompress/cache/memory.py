@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..device import Arriving
+from ..device import Arriving, on_device
 from ..policy.policy import Policy
 from ..scoring.layer_view import Kept
 from ..scoring.rotary import Rotary
@@ -195,12 +195,22 @@ class Memory:
         self.log.has_vision = self.log.has_vision or any(tokens.vision_lengths)
         if tokens.lasting is not None:
             self.log.protected = tokens.lasting.after(self.log.protected, self.seen)
-        self.decoded, self.latest_queries, self.attended = 0, [], None
+        self.decoded, self.latest_queries, self.attended, self.answer_scores = 0, [], None, None
+
+    def note(self, tokens: NewTokens, merge_threshold: torch.Tensor | None, noted: torch.Tensor | None) -> None:
+        """Take over what the choice from a prompt leaves for the next one. In a row without a context, nothing was
+        chosen, and what earlier choices left still holds."""
+        for name, new in (("merge_threshold", merge_threshold), ("noted", noted)):
+            old = getattr(self, name)
+            if old is not None and new is not None and not all(tokens.context):
+                has_context = on_device(tokens.context, new.device) > 0
+                new = torch.where(has_context.view(-1, *[1] * (new.ndim - 1)), new, old)
+            setattr(self, name, new)
 
     def append_prompt(self, tokens: NewTokens, kept: Kept) -> None:
         """Append the kept entries of a prompt to the stored ones. `kept.indices` are columns of that prompt."""
         first = self.seen
-        self.merge_threshold, self.noted = kept.merge_threshold, kept.noted
+        self.note(tokens, kept.merge_threshold, kept.noted)
         if kept.fills_all_slots:
             rows, _, slots = kept.indices.shape
             self.log.add(tokens, kept.indices.new_full((rows,), slots, dtype=torch.float32))

@@ -172,13 +172,14 @@ class Prefill(Phase):
             return self.then
         if choice.policy.moves_keys:
             memory.rotary = choice.rotary_to_move(states.rotary, self.first)
-        view = choice.view(tokens, self._budgets, states, memory.merge_threshold)
+        view = choice.view(tokens, self._budgets, states, memory)
         if choice.policy.decode is not None:
             memory.remember(choice.latest(states.queries, states.rotary, view.padding))
         sums = choice.observe(states.queries, states.keys, view)
         if self._keeps_all:
             if max(tokens.context):  # of a question alone nothing is chosen: what choices left still holds
-                sums, memory.noted = choice.of_whole(states, view, tokens, sums)
+                sums, noted = choice.of_whole(states, view, tokens, sums)
+                memory.note(tokens, memory.merge_threshold, noted)
             memory.append_whole_prompt(tokens, states.keys, states.values, sums)
             memory.log.add(tokens, on_device(tokens.lengths, states.keys.device, torch.float32))
             return self.then

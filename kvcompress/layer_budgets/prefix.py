@@ -34,7 +34,10 @@ class PrefixLayerBudget(LayerBudget):
         return scores.mean(1).masked_fill(left_out, float("nan"))
 
     def weights(self, measured: torch.Tensor, budget: float, length: int) -> list[float]:
-        ranked = torch.stack([_cumulated(layer[~layer.isnan()].double()) for layer in measured])
+        left_out = measured.isnan().all(0)  # NaN in one layer: its states are not finite
+        ranked = torch.stack(
+            [_cumulated(layer) for layer in measured[:, ~left_out].double().nan_to_num(0.0, torch.inf)]
+        )
 
         def kept(part: float) -> torch.Tensor:
             return ((ranked < part).sum(1) + 1 + PROTECTED).clamp(max=length)

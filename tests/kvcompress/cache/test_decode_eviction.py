@@ -8,6 +8,7 @@ from transformers import StoppingCriteriaList
 
 import kvcompress
 from kvcompress.cache.choice import Choice
+from kvcompress.cache.eviction import LASTING
 from kvcompress.cache.memory import Memory
 from kvcompress.check.promises import History
 from kvcompress.check.reference import generate, only_attending_to
@@ -196,6 +197,40 @@ def test_a_second_prompt_finds_the_sums_to_which_the_answer_before_it_has_added(
             generate(model, {"input_ids": torch.cat([prompt, forced, more], 1)}, 1, past_key_values=cache)
         sums.append([layer.memory.sums for layer in cache.compressed_layers])
     torch.testing.assert_close(sums[1], sums[0])
+
+
+def test_prefixkvs_window_ends_at_all_that_prompts_have_left():
+    """After a second prompt `distance` entries are counted from the end of everything stored."""
+    model = FAMILIES["qwen2"].build()
+    prompt, more = torch.arange(10, 60)[None] % 80 + 5, torch.arange(50, 70)[None]
+    cache = kvcompress.CompressedCache(model.config, "prefixkv", 0.8, decode_budget=90, distance=9)
+    with kvcompress.attach(model):
+        first, _ = generate(model, {"input_ids": prompt}, 6, past_key_values=cache)
+        generate(model, {"input_ids": torch.cat([prompt, first, more], 1)}, 1, past_key_values=cache)
+    for layer in cache.compressed_layers:
+        held = (layer.kept_columns() >= 0).sum(2)
+        assert (layer.memory.noted == held - 9).all()
+
+
+@pytest.mark.parametrize("method", ["prefixkv", "tgv-kv", "d2o"])
+def test_a_row_without_a_second_prompt_keeps_what_earlier_choices_left(method):
+    """Beside a row that has one."""
+    model = FAMILIES["qwen2"].build()
+    prompt, more = torch.arange(10, 70).view(2, 30), torch.arange(50, 62).view(2, 6)
+    mask = torch.ones(2, 36, dtype=torch.long)
+    mask[1, 30:] = 0
+    cache = kvcompress.CompressedCache(model.config, method, 0.5, decode_budget=40)
+
+    def left() -> list[torch.Tensor]:
+        found = [getattr(layer.memory, name) for layer in cache.compressed_layers for name in LASTING]
+        return [each[1].clone() for each in found if each is not None]
+
+    with kvcompress.attach(model), torch.no_grad():
+        model(prompt, past_key_values=cache)
+        before = left()
+        model(more, attention_mask=mask, past_key_values=cache)
+    assert before
+    assert all(map(torch.equal, before, left()))
 
 
 @pytest.mark.parametrize(("method", "interval"), some(paired(METHODS, [1, 5]), REMEMBERING))
