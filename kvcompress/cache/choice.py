@@ -222,12 +222,12 @@ class Choice(LayerPolicy):
         columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill_(result.indices < 0, -1)
         return replace(result, indices=columns, totals=self._totals(budgets, held), held=self._left(budgets, held))
 
-    def sums(self, memory: Memory, states: States) -> torch.Tensor:
-        """Return the sums of the stored entries with what the tokens since the latest eviction add, for a prompt that
-        follows them."""
+    def settle(self, memory: Memory, states: States) -> None:
+        """Add to the sums of the stored entries what the tokens since the latest eviction add, for a later prompt."""
         kept, lengths = replace(memory.kept(), held=memory.storage.held()), memory.log.lengths_at(memory.seen)
         states = replace(states, queries=torch.cat(memory.latest_queries, dim=2))
-        return self._stored(kept, memory, memory.seen, lengths, states, memory.has_no_pads)[0].sums
+        memory.sums = self._stored(kept, memory, memory.seen, lengths, states, memory.has_no_pads)[0].sums
+        memory.decoded = 0
 
     def _stored(
         self,

@@ -75,8 +75,9 @@ class Decoding(Phase):
 
     def __init__(self, choice: Choice, memory: Memory, hiding: Hiding | None, evictions: Evictions):
         super().__init__(choice, memory)
-        self._evicts, self._hiding, self._evictions = choice.policy.decode is not None, hiding, evictions
-        self.has_work = self._evicts or hiding is not None  # after the attention
+        policy, self._hiding, self._evictions = choice.policy, hiding, evictions
+        self._remembers = policy.decode is not None or policy.carries_sums
+        self.has_work = self._remembers or hiding is not None  # after the attention
 
     @property
     def hidden(self) -> torch.Tensor | None:
@@ -101,11 +102,14 @@ class Decoding(Phase):
     def after_attention(self, states: States) -> Phase:
         if self._hiding is not None and self.choice.layer_idx == self._hiding.first_layer - 1:
             self._hiding.choose(self.memory, self.memory.kept, self.memory.seen, states.queries, states.scaling)
-        if self._evicts:
+        if self._remembers:
             self.memory.remember(self.choice.latest(states.queries, states.rotary))
             self.memory.decoded += states.queries.shape[2]
-            if self.memory.decoded >= self.choice.policy.decode_interval:
-                self._evictions.add(self.choice, self.memory, states)
+            if self.memory.decoded >= self.choice.policy.settling_interval:
+                if self.choice.policy.decode is None:
+                    self.choice.settle(self.memory, states)
+                else:
+                    self._evictions.add(self.choice, self.memory, states)
         return self
 
 
@@ -158,7 +162,7 @@ class Prefill(Phase):
     def after_attention(self, states: States) -> Phase:
         self.staged = None
         if self.choice.policy.carries_sums and self.memory.decoded:
-            self.memory.sums = self.choice.sums(self.memory, states)
+            self.choice.settle(self.memory, states)
         self.memory.begin(self.tokens)
         return self._compress(replace(states, keys=self.choice.policy.cluster.as_stored(states.keys)))
 

@@ -19,7 +19,8 @@ from tests import fuzz
 from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES, FIRST_TEXT, SOME_FAMILIES, VOCAB_SIZE
-from tests.support.strategies import METHODS, SOME_METHODS, Case, cases
+from tests.support.learned_checkpoints import checkpoint_for
+from tests.support.strategies import LEARNED, METHODS, SOME_METHODS, Case, cases
 
 NEW = 9
 TOLERANCE = 1e-4
@@ -184,16 +185,20 @@ def test_the_pads_of_a_second_prompt_have_no_vote(method):
     fuzz.check({**fuzz.of_rows("qwen2", [30, 30], method, ratio=0.8, **evicting), "more": [11, 2]})
 
 
-@pytest.mark.parametrize("method", ["h2o", "look-m", "meda"])
-def test_a_second_prompt_finds_the_sums_to_which_the_answer_before_it_has_added(method):
+@pytest.mark.parametrize("options", [{"decode_budget": 99, "decode_interval": 50}, {"prefill_chunk": 16}])
+@pytest.mark.parametrize("method", ["h2o", "look-m", "meda", *LEARNED])
+def test_a_second_prompt_finds_the_sums_to_which_the_answer_before_it_has_added(method, options, monkeypatch):
+    """As where the sums are added to after each step."""
+    monkeypatch.setattr("kvcompress.policy.policy.SETTLING_INTERVAL", 4)
     model = FAMILIES["qwen2"].build()
     prompt, more, forced, sums = torch.arange(10, 40)[None], torch.arange(50, 60)[None], None, []
-    for interval in (1, 50):  # after each step, and not before the second prompt
+    learned = {"checkpoint": checkpoint_for(method, model)} if method in LEARNED else {}
+    for settled in (options | {"decode_budget": 99, "decode_interval": 1}, options):
         cache = kvcompress.CompressedCache(
-            model.config, method, 0.5, decode_budget=99, decode_interval=interval, **calibration_of(method, model)
+            model.config, method, 0.5, layer_budget="uniform", **settled, **learned, **calibration_of(method, model)
         )
         with kvcompress.attach(model):
-            forced, _ = generate(model, {"input_ids": prompt}, 6, forced, past_key_values=cache)
+            forced, _ = generate(model, {"input_ids": prompt}, 7, forced, past_key_values=cache)
             generate(model, {"input_ids": torch.cat([prompt, forced, more], 1)}, 1, past_key_values=cache)
         sums.append([layer.memory.sums for layer in cache.compressed_layers])
     torch.testing.assert_close(sums[1], sums[0])
