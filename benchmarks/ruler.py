@@ -50,7 +50,7 @@ TASKS = {
     "ruler_fwe": 50,
 }
 QUESTIONS = {1024: 20, 4096: 8}  # length of the prompts, in tokens at most -> questions of each task
-FRESH = {1024: 40}  # further questions of each task, for the methods whose intervals overlap with the best one's
+FRESH = {1024: 20}  # further questions of each task, for the methods whose intervals overlap with the best one's
 # Answers at 4,096 tokens were begun on a CPU that multiplies in bf16. These tasks are computed in fp32, with the same
 # weights, since a CPU without instructions for bf16 takes a quarter of the time for it.
 IN_FP32 = {4096: ("niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")}

@@ -69,8 +69,7 @@ class PrefixKVCluster(CalibratedKVCluster):
 
     def place(self, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
         """Return scores that rank later entries higher; entries before the evicted slot stay."""
-        place = torch.arange(keys.shape[2], dtype=torch.float32, device=keys.device)
-        place = place if view.padding is None else place - view.padding[..., None]
+        place = view.positions(keys)
         return torch.where(place < view.noted[..., None], torch.inf, place)
 
     # -- layer sizes from a calibration

@@ -270,6 +270,12 @@ class LayerView:
             return torch.ones(len(keys), 1, columns, dtype=torch.bool, device=keys.device)
         return ~pad_columns(self.padding, columns)
 
+    def positions(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return each column's place among the tokens of its row (stored: of its row and head), LongTensor (1 or batch,
+        1 or kv_heads, columns); negative at the pads of keys (batch, kv_heads, columns, ...)."""
+        column = torch.arange(keys.shape[2], device=keys.device)[None, None]
+        return column if self.padding is None else column - self.padding[..., None]
+
     def before_rotation(self, keys: torch.Tensor) -> torch.Tensor:
         """Return a prompt's keys (batch, kv_heads, columns, head_dim) before RoPE, in fp32.
 
