@@ -227,7 +227,7 @@ class Choice(LayerPolicy):
         kept, lengths = replace(memory.kept(), held=memory.storage.held()), memory.log.lengths_at(memory.seen)
         states = replace(states, queries=torch.cat(memory.latest_queries, dim=2))
         memory.sums = self._stored(kept, memory, memory.seen, lengths, states, memory.has_no_pads)[0].sums
-        memory.decoded = 0
+        memory.decoded, memory.latest_queries = 0, []
 
     def _stored(
         self,

@@ -93,8 +93,8 @@ class Memory:
         sums: if the policy carries sums, those of every stored entry, (batch, kv_heads, entries).
         merge_threshold, noted: those of the latest eviction, see `Kept`.
         rotary: the rotation of the prompt, if keys are moved.
-        decoded: tokens since the latest eviction, if decoding evicts.
-        latest_queries: as many queries as the cluster scores with, in pieces (batch, heads, some, head_dim).
+        decoded: tokens since the latest eviction or addition to the sums, if decoding evicts or sums are carried.
+        latest_queries: the queries that the next of these needs, in pieces (batch, heads, some, head_dim).
         attended: for a method that hides entries in decode steps, the latest token's attention to all slots stored
             then, (batch, slots).
         query_power: if keys lose channels, until these are chosen, see `storage.think.query_power`.
@@ -190,7 +190,7 @@ class Memory:
             self.query_power = query_power(queries, kv_heads, tokens.padding)
 
     def begin(self, tokens: NewTokens) -> None:
-        """Start a new prompt, after its attention, and drop what evictions from the previous answer needed."""
+        """Start a new prompt, after its attention, and drop what only the previous answer needed."""
         self.log.vision = tokens.seen_vision
         self.log.has_vision = self.log.has_vision or any(tokens.vision_lengths)
         if tokens.lasting is not None:
@@ -202,7 +202,7 @@ class Memory:
         chosen, and what earlier choices left still holds."""
         for name, new in (("merge_threshold", merge_threshold), ("noted", noted)):
             old = getattr(self, name)
-            if old is not None and new is not None and not all(tokens.context):
+            if old is not None and new is not None and old.shape == new.shape and not all(tokens.context):
                 has_context = on_device(tokens.context, new.device) > 0
                 new = torch.where(has_context.view(-1, *[1] * (new.ndim - 1)), new, old)
             setattr(self, name, new)

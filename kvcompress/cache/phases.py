@@ -6,7 +6,7 @@
 - `Waiting`: between two passes, a prompt whose choice needs all layers.
 - `Rereading`: the waiting prompt is read a second time.
 - `answering.Answering`: the waiting prompt is answered.
-- `Decoding`: a token, appended to the stored entries; from time to time, an eviction.
+- `Decoding`: a token, appended to the stored entries; from time to time, an eviction or an addition to their sums.
 """
 
 from dataclasses import replace
@@ -131,6 +131,8 @@ class Prefill(Phase):
         self._budgets = choice.budgets(tokens)
         # Whether the prompt is stored unchanged and unscored, with transformers' own shapes and bits.
         self._keeps_all = all_whole and memory.is_whole and self._budgets == tokens.context
+        if choice.policy.decode is not None and memory.storage is not None and tokens.padding is not None:
+            self._keeps_all = False  # an eviction expects pads in front of all entries
 
     @property
     def length(self) -> int:
@@ -238,9 +240,8 @@ class LaterChunk(Prefill):
             stays=[not length for length in tokens.lengths],  # alone they would have no such chunk
             **tokens.vision_among(both.indices),
         )
-        if reduced.indices is not both.indices:
-            memory.merge_threshold = reduced.merge_threshold
-        memory.noted = reduced.noted
+        threshold = memory.merge_threshold if reduced.indices is both.indices else reduced.merge_threshold
+        memory.note(tokens, threshold, reduced.noted)
         memory.replace_entries(reduced, seen)
         log.kept = (reduced.indices >= 0).sum(2).float().mean(1)
         return self.then

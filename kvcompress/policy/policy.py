@@ -127,11 +127,10 @@ class Policy:
 
     @property
     def hooks_steps(self) -> bool:
-        """Whether a decode step's forward pass needs hooks on the model."""
-        cluster = self.cluster
-        if self.decode is None:
-            return cluster.reads_hidden and self.carries_sums
-        return cluster.uses_future_positions or cluster.reads_hidden
+        """Whether a decode step's forward pass needs hooks on the model; without an eviction only where another prompt
+        may follow, so not in a slot."""
+        asks = self.cluster.uses_future_positions or self.cluster.reads_hidden
+        return asks and (self.decode is not None or self.carries_sums)
 
     @property
     def options(self) -> dict[str, object]:

@@ -178,11 +178,13 @@ def test_what_is_remembered_of_a_context_and_its_question_comes_from_all_queries
                 torch.testing.assert_close(ours[row, head, -len(columns) :], whole[row, head, columns])
 
 
+@pytest.mark.parametrize(("length", "ratio", "budget"), [(30, 0.8, 14), (10, 1.0, 28)], ids=["some", "all"])
 @pytest.mark.parametrize("method", some(METHODS, [*SOME_METHODS, *REMEMBERING]))
-def test_the_pads_of_a_second_prompt_have_no_vote(method):
-    """A row whose second prompt is shorter evicts the same alone, where there are no pads."""
-    evicting = {"decode_budget": 14, "decode_interval": 2}
-    fuzz.check({**fuzz.of_rows("qwen2", [30, 30], method, ratio=0.8, **evicting), "more": [11, 2]})
+def test_the_pads_of_a_second_prompt_have_no_vote(method, length, ratio, budget):
+    """A row whose second prompt is shorter evicts the same alone, where there are no pads; also where nothing was
+    evicted before."""
+    evicting = {"decode_budget": budget, "decode_interval": 2}
+    fuzz.check({**fuzz.of_rows("qwen2", [length] * 2, method, ratio=ratio, **evicting), "more": [14, 2]})
 
 
 @pytest.mark.parametrize("options", [{"decode_budget": 99, "decode_interval": 50}, {"prefill_chunk": 16}])
@@ -217,14 +219,17 @@ def test_prefixkvs_window_ends_at_all_that_prompts_have_left():
         assert (layer.memory.noted == held - 9).all()
 
 
-@pytest.mark.parametrize("method", ["prefixkv", "tgv-kv", "d2o"])
-def test_a_row_without_a_second_prompt_keeps_what_earlier_choices_left(method):
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("prefixkv", {}), ("tgv-kv", {}), ("d2o", {}), ("prefixkv", {"layer_budget": "uniform", "prefill_chunk": 16})],
+)
+def test_a_row_without_a_second_prompt_keeps_what_earlier_choices_left(method, options):
     """Beside a row that has one."""
     model = FAMILIES["qwen2"].build()
     prompt, more = torch.arange(10, 70).view(2, 30), torch.arange(50, 62).view(2, 6)
-    mask = torch.ones(2, 36, dtype=torch.long)
-    mask[1, 30:] = 0
-    cache = kvcompress.CompressedCache(model.config, method, 0.5, decode_budget=40)
+    mask = torch.ones(2, 39, dtype=torch.long)
+    mask[1, 33:] = 0
+    cache = kvcompress.CompressedCache(model.config, method, 0.5, decode_budget=40, **options)
 
     def left() -> list[torch.Tensor]:
         found = [getattr(layer.memory, name) for layer in cache.compressed_layers for name in LASTING]
@@ -232,6 +237,8 @@ def test_a_row_without_a_second_prompt_keeps_what_earlier_choices_left(method):
 
     with kvcompress.attach(model), torch.no_grad():
         model(prompt, past_key_values=cache)
+        for token in range(20, 23):
+            model(torch.tensor([[token], [token + 5]]), past_key_values=cache)
         before = left()
         model(more, attention_mask=mask, past_key_values=cache)
     assert before
