@@ -52,7 +52,8 @@ def main(argv: list[str]) -> None:
         f"cache: {accuracy(None, None)}."
     )
     shown = table(["method", "protocol", *(f"{ratio:g}" for ratio in RATIOS)], rows, names=2)
-    publish(given.out, page_of_answers(["first_token_protocol", *argv], "When compression takes hold", what, shown))
+    page = page_of_answers(["first_token_protocol", *argv], "When compression takes hold", what, shown)
+    publish(given.out.with_suffix(".md"), page)
 
 
 if __name__ == "__main__":

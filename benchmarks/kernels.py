@@ -16,9 +16,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcompress.bench.timing import cell, interleaved, table
+from kvcompress.device import runs_triton
 from kvcompress.kernels.column_sums import column_sums_blocked
 from kvcompress.kernels.compact import compact, compact_reference
-from kvcompress.kernels.ragged_decode import has_triton
 from kvcompress.scoring.windows import attention_blocks
 
 from .driver import Run, speed_parser, start
@@ -51,7 +51,7 @@ def ways_to_sum(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor)
         "all heads at once": lambda: batched_sums(queries, keys, scaling),
         "head by head": lambda: column_sums_blocked(queries, keys, scaling),
     }
-    if queries.device.type == "cuda" and has_triton():
+    if runs_triton(queries.device):
         from kvcompress.kernels.column_sums_triton import column_sums_triton
 
         ways["triton"] = lambda: column_sums_triton(queries, keys, scaling)

@@ -27,6 +27,7 @@ from lmms_eval_plugins.cells.results import write_text
 from .learned import digest
 
 RATIOS = (0.5, 0.2, 0.1, 0.05)
+RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,15 @@ class Task:
     measure: str = "Accuracy"  # the name of the score
     calibrations: Path | None = None
     shows: tuple[str, ...] = ()
+
+
+def resampled(parts: Sequence[np.ndarray]) -> tuple[float, float, float]:
+    """Return the mean over the parts' means with its 95 % bootstrap interval; each part's numbers are drawn again
+    separately."""
+    generator = np.random.default_rng(0)
+    drawn = [part[generator.integers(len(part), size=(RESAMPLES, len(part)))].mean(1) for part in parts]
+    low, high = np.percentile(np.mean(drawn, axis=0), [2.5, 97.5])
+    return float(np.mean([part.mean() for part in parts])), float(low), float(high)
 
 
 def by_text(

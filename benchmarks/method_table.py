@@ -21,10 +21,8 @@ from lmms_eval_plugins.report.metrics import headroom
 from lmms_eval_plugins.report.numbers import near, share, shares
 
 from .driver import page_of_answers, publish, start, tasks_parser, wrapped
-from .method_cells import FULL, RULERS, Answers, Cell, Column, Protocol, Task, cells_of, compute
+from .method_cells import FULL, RULERS, Answers, Cell, Column, Protocol, Task, cells_of, compute, resampled
 from .method_tasks import BY_NAME, TASKS
-
-RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,7 @@ class Estimate:
 
     @classmethod
     def of(cls, right: np.ndarray, layers: list[float] | None = None) -> "Estimate":
-        draws = np.random.default_rng(0).integers(len(right), size=(RESAMPLES, len(right)))
-        low, high = np.percentile(right[draws].mean(1), [2.5, 97.5])
-        return cls(*(100 * float(value) for value in (right.mean(), low, high)), right, layers)
+        return cls(*(100 * value for value in resampled([right])), right, layers)
 
     @property
     def questions(self) -> int:

@@ -36,7 +36,7 @@ from kvcompress.methods import method_info
 from kvcompress.policy.options import all_options
 
 from .driver import RESULTS, new_parser, points, publish, start
-from .method_cells import Answers, Cell, Column, Protocol, Task, cells_of, compute
+from .method_cells import Answers, Cell, Column, Protocol, Task, cells_of, compute, resampled
 from .method_table import RULERS
 from .method_tasks import QUERY_AWARE, RULER, TASKS
 
@@ -281,14 +281,7 @@ def score(right: list[np.ndarray] | None) -> float | None:
 def difference(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float, float]:
     """Return ours - theirs in points, averaged over tasks, with its 95 % bootstrap interval. Each pair holds one task's
     scores, both (ratios, questions); each task's questions are resampled separately."""
-    generator, means, drawn = np.random.default_rng(0), [], []
-    for ours, theirs in pairs:
-        per_question = 100 * (ours - theirs).mean(0)
-        draws = generator.integers(len(per_question), size=(10_000, len(per_question)))
-        means.append(per_question.mean())
-        drawn.append(per_question[draws].mean(1))
-    low, high = np.percentile(np.mean(drawn, axis=0), [2.5, 97.5])
-    return float(np.mean(means)), float(low), float(high)
+    return resampled([100 * (ours - theirs).mean(0) for ours, theirs in pairs])
 
 
 def ablations(recipe: Recipe) -> dict[str, Recipe]:

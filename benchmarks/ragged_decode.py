@@ -24,9 +24,10 @@ import kvcompress
 from kvcompress.bench.shapes import SHAPES
 from kvcompress.bench.standalone import load, prompt_ids
 from kvcompress.bench.timing import cell, interleaved, table
+from kvcompress.device import runs_triton
 from kvcompress.flag_types import whole
 from kvcompress.hooks import attention
-from kvcompress.kernels.ragged_decode import decode_by_segment, decode_gathered, has_triton, ragged_decode_reference
+from kvcompress.kernels.ragged_decode import decode_by_segment, decode_gathered, ragged_decode_reference
 
 from .driver import Run, speed_parser, start
 from .kernels import MODELS
@@ -70,7 +71,7 @@ def ways_to_attend(case: dict) -> dict[str, Callable[[], torch.Tensor]]:
     if query.device.type == "cpu":
         ways["by segment"] = lambda: decode_by_segment(query, keys, values, sizes, scaling)
         return ways
-    if has_triton():
+    if runs_triton(query.device):
         from kvcompress.kernels.ragged_decode_triton import ragged_decode_triton
 
         ways["triton"] = lambda: ragged_decode_triton(query, keys, values, starts, lengths, longest, scaling)

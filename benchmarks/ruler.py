@@ -32,7 +32,7 @@ from lmms_eval_plugins.text.tasks import quiet
 
 from .driver import RESULTS, new_parser, page_of_answers, points, publish, start
 from .learned import MODEL, NOTES
-from .method_cells import FULL, RULERS, Answers, Cell, Column, Protocol, Task, by_text, cells_of, compute
+from .method_cells import FULL, RULERS, Answers, Cell, Column, Protocol, Task, by_text, cells_of, compute, resampled
 from .pretrained import export
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ TASKS = {
     "ruler_fwe": 50,
 }
 QUESTIONS = {1024: 20, 4096: 8}  # length of the prompts, in tokens at most -> questions of each task
-FRESH = {1024: 40}  # further questions of each task, for the methods whose intervals overlap with the best one's
+FRESH = {1024: 20}  # further questions of each task, for the methods whose intervals overlap with the best one's
 # Answers at 4,096 tokens were begun on a CPU that multiplies in bf16. These tasks are computed in fp32, with the same
 # weights, since a CPU without instructions for bf16 takes a quarter of the time for it.
 IN_FP32 = {4096: ("niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")}
@@ -58,7 +58,6 @@ RATIOS = (0.3, 0.1)  # of every method
 LARGER, BEST, WORST = 0.5, 12, 5  # how many of the best and worst at 0.3 are asked at a larger ratio
 SMALLER, ABOVE = 0.05, 80.0  # methods above so many percent at 0.1 are asked at a smaller ratio
 PROTOCOL = Protocol("query-aware", {"scope": "prompt", "first_token": "compressed"}, tuple(map(Column.of, RATIOS)))
-RESAMPLES = 10_000
 
 
 def needles(tokenizer: PreTrainedTokenizerBase, count: int, length: int = 2048) -> list[tuple[str, str]]:
@@ -203,11 +202,8 @@ class Row:
     @property
     def interval(self) -> tuple[float, float]:
         """The 95 % bootstrap interval of the mean, over each task's questions."""
-        of_task = self.right.reshape(len(self.tasks), -1)
-        draws = np.random.default_rng(0).integers(of_task.shape[1], size=(RESAMPLES, *of_task.shape))
-        means = np.take_along_axis(of_task[None], draws, axis=2).mean((1, 2))
-        low, high = np.percentile(means, [2.5, 97.5])
-        return 100 * float(low), 100 * float(high)
+        _, low, high = resampled(np.split(self.right, len(self.tasks)))
+        return 100 * low, 100 * high
 
 
 def cell_at(task: Task, method: str, ratio: float) -> Cell | None:

@@ -103,14 +103,15 @@ class Regime:
     Attributes:
         means: percent right of `full`, `hindsight` and the baselines.
         rows: of KV methods, then of those that drop tokens, each by their score.
-        left_out: methods that refused a ratio or have no answers.
+        refusing, unasked: methods that refused a ratio, and others without all answers.
     """
 
     name: str
     questions: int
     means: dict[str, float]
     rows: tuple[list[Row], list[Row]]
-    left_out: list[str]
+    refusing: list[str]
+    unasked: list[str]
 
     @property
     def shows_nothing(self) -> bool:
@@ -121,9 +122,10 @@ def judged(task: Task, answers: Answers) -> Regime | None:
     """Apply the rules to a task's answers; None if the baselines lack some."""
     scores: dict[str, list[np.ndarray]] = {}
     asked = cells(task)
-    lacking = {cell.method for cell in asked if len(answers.of(cell, task.questions)) < task.questions}
+    refusing = {cell.method for cell in asked if cell.key in answers.refused}
+    unanswered = {cell.method for cell in asked if len(answers.of(cell, task.questions)) < task.questions}
     for cell in asked:
-        if cell.method not in lacking:
+        if cell.method not in unanswered:
             scores.setdefault(cell.method, []).append(answers.of(cell, task.questions))
     of_question = {method: np.mean(each, axis=0) for method, each in scores.items()}
     if not {"random", *SHOWN} <= of_question.keys():
@@ -143,8 +145,8 @@ def judged(task: Task, answers: Answers) -> Regime | None:
         ]
         groups.append(sorted(rows, key=lambda row: -row.score))
     means = {name: 100 * float(of_question[name].mean()) for name in (*SHOWN, *CHANCE.values()) if name in of_question}
-    left_out = sorted(lacking - {"random-tokens"})
-    return Regime(REGIMES[task.name][0], task.questions, means, tuple(groups), left_out)
+    left_out = [sorted(methods - {"random-tokens"}) for methods in (refusing, unanswered - refusing)]
+    return Regime(REGIMES[task.name][0], task.questions, means, tuple(groups), *left_out)
 
 
 def counts(rows: list[Row]) -> list[int]:
@@ -183,8 +185,9 @@ def report(regimes: dict[str, Regime]) -> str:
             if rows:
                 same = f", both with `protect={protected}`" if baseline == "random" else ""
                 parts += [f"Against `{baseline}`{same}:", regime_table(rows)]
-        if regime.left_out:
-            parts.append(f"Left out, since they refuse a ratio: {', '.join(regime.left_out)}.")
+        for methods, why in ((regime.refusing, "since they refuse a ratio"), (regime.unasked, "not asked all of this")):
+            if methods:
+                parts.append(f"Left out, {why}: {', '.join(methods)}.")
     return page_of_answers(["verdict", *regimes], "Does choosing beat chance?", *parts)
 
 

@@ -84,12 +84,16 @@ class Parser(argparse.ArgumentParser):
 
 def key_values(given: Iterable[str], words: Iterable[str] = ()) -> dict[str, str]:
     """Parse `["sinks=4"]` into {"sinks": "4"}. Raises KVCompressError, also for what other `words` set."""
+    found: dict[str, str] = {}
     for each in given:
         if "=" not in each:
             raise KVCompressError(f"{shown(each)} is not OPTION=VALUE")
         if (name := each.split("=")[0]) in words:
             raise KVCompressError(f"{shown(each)} is not an option: {name.upper()} sets it")
-    return dict(each.split("=", 1) for each in given)
+        if name in found:
+            raise KVCompressError(f"{name}= is given twice")
+        found[name] = each.split("=", 1)[1]
+    return found
 
 
 class Interrupted(KeyboardInterrupt):

@@ -2,6 +2,8 @@
 
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -22,6 +24,16 @@ def checked_device(name: str | None) -> torch.device:
     except Exception as error:  # its kind varies by the kind of device
         raise KVCompressError(f"device {str(device)!r} cannot be used: {one_line(error, 200)}") from None
     return device
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether our Triton kernels run on the device: on CUDA, where Triton is installed."""
+    return device.type == "cuda" and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def device_of(module: torch.nn.Module) -> torch.device | None:

@@ -79,14 +79,8 @@ def notebook(path: Path) -> str:
         printed = []
         for output in cell["outputs"]:
             data = output.get("data", {})
-            if "image/png" in data:
-                parts.append(
-                    f'<img alt="{first_line(source)}" src="data:image/png;base64,{data["image/png"].strip()}">'
-                )
-            elif "image/jpeg" in data:
-                parts.append(
-                    f'<img alt="{first_line(source)}" src="data:image/jpeg;base64,{data["image/jpeg"].strip()}">'
-                )
+            if (kind := next((kind for kind in ("image/png", "image/jpeg") if kind in data), None)) is not None:
+                parts.append(f'<img alt="{first_line(source)}" src="data:{kind};base64,{data[kind].strip()}">')
             elif "text/html" in data:
                 parts.append("".join(data["text/html"]))
             else:

@@ -24,11 +24,11 @@ class Choice(LayerPolicy):
 
     # -- a prompt
 
-    def view(
-        self, tokens: NewTokens, budgets: list[int], states: States, merge_threshold: torch.Tensor | None
-    ) -> LayerView:
-        """Return a cluster's view of a prompt."""
-        device = states.keys.device
+    def view(self, tokens: NewTokens, budgets: list[int], states: States, memory: Memory) -> LayerView:
+        """Return a cluster's view of a prompt; `memory` holds what came before it."""
+        device, earlier = states.keys.device, None
+        if memory.storage is not None and type(self.policy.cluster).note is not KVCluster.note:
+            earlier = (memory.storage.columns(memory.seen) >= 0).sum(2)
         vision = None if tokens.vision is None else tokens.vision.to(device)
         protected, counts = tokens.protected, tokens.protected_lengths
         if self.policy.engine.ratio_of == "vision":
@@ -51,7 +51,8 @@ class Choice(LayerPolicy):
             module=states.module,
             rotary=states.rotary,
             settings=self.settings,
-            merge_threshold=merge_threshold,
+            merge_threshold=memory.merge_threshold,
+            earlier=earlier,
         )
 
     def observe(self, queries: torch.Tensor, keys: torch.Tensor, view: LayerView) -> torch.Tensor | None:
@@ -200,10 +201,49 @@ class Choice(LayerPolicy):
             The entries that the cluster keeps. If it keeps everything, these are the entries of `kept` with their new
                 sums and, in a later chunk, `Kept.noted`.
         """
+        lengths = memory.log.lengths_at(seen)
+        # Layers share a row's budget by its tokens, which are the same for all, not by the entries that each holds.
+        own = own or self.own_budgets(budgets, lengths, memory.log)
+        kept, view = self._stored(kept, memory, seen, budgets, states, has_no_pads, reading, row_layers, **vision)
+        held, entries = kept.held, [max(of_heads) for of_heads in kept.held]
+        budgets = [
+            most if all_stay else min(share, most)
+            for share, most, all_stay in zip(own, entries, stays or [False] * len(lengths), strict=True)
+        ]
+        view = replace(view, lengths=entries, budgets=budgets, mean_budgets=tuple(view.budgets))
+        if budgets == entries:
+            return self._all_of(kept, view)
+        voters = states.queries
+        if voters is not None and not (reading and self.policy.cluster.unrotated_queries):
+            voters = self.voters(voters)  # of a chunk, statistics of unrotated queries are of all, as in a first chunk
+        result = self._chosen(voters, kept.keys, kept.values, view)
+        if self._fills_all_slots(view):
+            return replace(result, indices=kept.indices.gather(2, result.indices), totals=all_slots(result.indices))
+        columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill_(result.indices < 0, -1)
+        return replace(result, indices=columns, totals=self._totals(budgets, held), held=self._left(budgets, held))
+
+    def settle(self, memory: Memory, states: States) -> None:
+        """Add to the sums of the stored entries what the tokens since the latest eviction add, for a later prompt."""
+        kept, lengths = replace(memory.kept(), held=memory.storage.held()), memory.log.lengths_at(memory.seen)
+        states = replace(states, queries=torch.cat(memory.latest_queries, dim=2))
+        memory.sums = self._stored(kept, memory, memory.seen, lengths, states, memory.has_no_pads)[0].sums
+        memory.decoded, memory.latest_queries = 0, []
+
+    def _stored(
+        self,
+        kept: Kept,
+        memory: Memory,
+        seen: int,
+        budgets: list[int],
+        states: States,
+        has_no_pads: bool,
+        reading: bool = False,
+        row_layers: tuple[RowLayer, ...] = (),
+        **vision: object,
+    ) -> tuple[Kept, LayerView]:
+        """Return entries with `Kept.held` and their present sums, and a view of them. Arguments as in `reduce`."""
         log, (rows, kv_heads, slots) = memory.log, kept.indices.shape
         lengths, held, padding = log.lengths_at(seen), kept.held, None
-        # Layers share a row's budget by its tokens, which are the same for all, not by the entries that each holds.
-        own = own or self.own_budgets(budgets, lengths, log)
         if held is not None:
             padding = on_device(slots - torch.tensor(held), kept.indices.device)
         elif has_no_pads:
@@ -230,26 +270,10 @@ class Choice(LayerPolicy):
             protected_lengths=self.protected_lengths(log),
             **vision,
         )
-        entries = [max(of_heads) for of_heads in held]
         if self.policy.carries_sums:
             new = states.queries if reading else states.queries[:, :, -memory.decoded :]
             view = replace(view, sums=kept.sums + self._added(new, kept.keys, view))
-            kept = replace(kept, sums=view.sums)
-        budgets = [
-            most if all_stay else min(share, most)
-            for share, most, all_stay in zip(own, entries, stays or [False] * rows, strict=True)
-        ]
-        view = replace(view, lengths=entries, budgets=budgets, mean_budgets=tuple(view.budgets))
-        if budgets == entries:
-            return self._all_of(replace(kept, held=held), view)
-        voters = states.queries
-        if voters is not None and not (reading and self.policy.cluster.unrotated_queries):
-            voters = self.voters(voters)  # of a chunk, statistics of unrotated queries are of all, as in a first chunk
-        result = self._chosen(voters, kept.keys, kept.values, view)
-        if self._fills_all_slots(view):
-            return replace(result, indices=kept.indices.gather(2, result.indices), totals=all_slots(result.indices))
-        columns = kept.indices.gather(2, result.indices.clamp(min=0)).masked_fill_(result.indices < 0, -1)
-        return replace(result, indices=columns, totals=self._totals(budgets, held), held=self._left(budgets, held))
+        return replace(kept, held=held, sums=view.sums), view
 
     def _all_of(self, kept: Kept, view: LayerView) -> Kept:
         """Return the result of a choice among stored entries that keeps all of them."""

@@ -29,6 +29,7 @@ class Due:
         states: of the layer's attention.
         own: entries to keep of each row.
         slot_nbytes: bytes of a copy of one slot of all rows and heads, with the attention that it receives.
+        token_nbytes: bytes of what a method that compares heads needs for each token so far (scoring/heads.py).
         key: equal for layers that can be evicted from at once.
     """
 
@@ -37,6 +38,7 @@ class Due:
     states: States
     own: list[int]
     slot_nbytes: int
+    token_nbytes: int
     key: Hashable
 
 
@@ -89,7 +91,9 @@ class Evictions:
 
 
 def _nbytes(due: list[Due]) -> int:
-    return len(due) * max(each.memory.stored for each in due) * due[0].slot_nbytes
+    first = due[0]
+    stored, seen = max(each.memory.stored for each in due), first.memory.seen
+    return len(due) * (stored * first.slot_nbytes + seen * first.token_nbytes)
 
 
 def due_together(choice: Choice, memory: Memory, states: States) -> Due | None:
@@ -112,7 +116,8 @@ def due_together(choice: Choice, memory: Memory, states: States) -> Due | None:
         (states.scaling, memory.seen, memory.decoded, batch_key(memory)),
         getattr(policy.cluster.score, "handles_padding", False) or storage.length,
     )
-    return Due(choice, memory, states, own, slot_nbytes, key)
+    token_nbytes = 12 * starts.numel() if policy.cluster.mixes_heads else 0
+    return Due(choice, memory, states, own, slot_nbytes, token_nbytes, key)
 
 
 def left_at_once(due: list[Due]) -> list[tuple[Kept, Kept]]:

@@ -317,7 +317,7 @@ class CompressedLayer(CacheLayerMixin):
             self.memory.record_query_power(states.queries, keys.shape[1], self._phase.tokens)
             self.scaling, self.module = scaling, module
         scored = states
-        if self.policy.cluster.reads_hidden and (self._phase is not self._decoding or self.policy.decode is not None):
+        if self.policy.cluster.reads_hidden and (self._phase is not self._decoding or self.policy.hooks_steps):
             scored = replace(states, queries=self.choice.known_features(self._features))
             self._features = None
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..device import Arriving
+from ..device import Arriving, on_device
 from ..policy.policy import Policy
 from ..scoring.layer_view import Kept
 from ..scoring.rotary import Rotary
@@ -93,8 +93,8 @@ class Memory:
         sums: if the policy carries sums, those of every stored entry, (batch, kv_heads, entries).
         merge_threshold, noted: those of the latest eviction, see `Kept`.
         rotary: the rotation of the prompt, if keys are moved.
-        decoded: tokens since the latest eviction, if decoding evicts.
-        latest_queries: as many queries as the cluster scores with, in pieces (batch, heads, some, head_dim).
+        decoded: tokens since the latest eviction or addition to the sums, if decoding evicts or sums are carried.
+        latest_queries: the queries that the next of these needs, in pieces (batch, heads, some, head_dim).
         attended: for a method that hides entries in decode steps, the latest token's attention to all slots stored
             then, (batch, slots).
         query_power: if keys lose channels, until these are chosen, see `storage.think.query_power`.
@@ -190,17 +190,27 @@ class Memory:
             self.query_power = query_power(queries, kv_heads, tokens.padding)
 
     def begin(self, tokens: NewTokens) -> None:
-        """Start a new prompt, after its attention, and drop what evictions from the previous answer needed."""
+        """Start a new prompt, after its attention, and drop what only the previous answer needed."""
         self.log.vision = tokens.seen_vision
         self.log.has_vision = self.log.has_vision or any(tokens.vision_lengths)
         if tokens.lasting is not None:
             self.log.protected = tokens.lasting.after(self.log.protected, self.seen)
-        self.decoded, self.latest_queries, self.attended = 0, [], None
+        self.decoded, self.latest_queries, self.attended, self.answer_scores = 0, [], None, None
+
+    def note(self, tokens: NewTokens, merge_threshold: torch.Tensor | None, noted: torch.Tensor | None) -> None:
+        """Take over what the choice from a prompt leaves for the next one. In a row without a context, nothing was
+        chosen, and what earlier choices left still holds."""
+        for name, new in (("merge_threshold", merge_threshold), ("noted", noted)):
+            old = getattr(self, name)
+            if old is not None and new is not None and old.shape == new.shape and not all(tokens.context):
+                has_context = on_device(tokens.context, new.device) > 0
+                new = torch.where(has_context.view(-1, *[1] * (new.ndim - 1)), new, old)
+            setattr(self, name, new)
 
     def append_prompt(self, tokens: NewTokens, kept: Kept) -> None:
         """Append the kept entries of a prompt to the stored ones. `kept.indices` are columns of that prompt."""
         first = self.seen
-        self.merge_threshold, self.noted = kept.merge_threshold, kept.noted
+        self.note(tokens, kept.merge_threshold, kept.noted)
         if kept.fills_all_slots:
             rows, _, slots = kept.indices.shape
             self.log.add(tokens, kept.indices.new_full((rows,), slots, dtype=torch.float32))

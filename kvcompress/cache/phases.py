@@ -6,7 +6,7 @@
 - `Waiting`: between two passes, a prompt whose choice needs all layers.
 - `Rereading`: the waiting prompt is read a second time.
 - `answering.Answering`: the waiting prompt is answered.
-- `Decoding`: a token, appended to the stored entries; from time to time, an eviction.
+- `Decoding`: a token, appended to the stored entries; from time to time, an eviction or an addition to their sums.
 """
 
 from dataclasses import replace
@@ -75,8 +75,9 @@ class Decoding(Phase):
 
     def __init__(self, choice: Choice, memory: Memory, hiding: Hiding | None, evictions: Evictions):
         super().__init__(choice, memory)
-        self._evicts, self._hiding, self._evictions = choice.policy.decode is not None, hiding, evictions
-        self.has_work = self._evicts or hiding is not None  # after the attention
+        policy, self._hiding, self._evictions = choice.policy, hiding, evictions
+        self._remembers = policy.decode is not None or policy.carries_sums
+        self.has_work = self._remembers or hiding is not None  # after the attention
 
     @property
     def hidden(self) -> torch.Tensor | None:
@@ -101,11 +102,14 @@ class Decoding(Phase):
     def after_attention(self, states: States) -> Phase:
         if self._hiding is not None and self.choice.layer_idx == self._hiding.first_layer - 1:
             self._hiding.choose(self.memory, self.memory.kept, self.memory.seen, states.queries, states.scaling)
-        if self._evicts:
+        if self._remembers:
             self.memory.remember(self.choice.latest(states.queries, states.rotary))
             self.memory.decoded += states.queries.shape[2]
-            if self.memory.decoded >= self.choice.policy.decode_interval:
-                self._evictions.add(self.choice, self.memory, states)
+            if self.memory.decoded >= self.choice.policy.settling_interval:
+                if self.choice.policy.decode is None:
+                    self.choice.settle(self.memory, states)
+                else:
+                    self._evictions.add(self.choice, self.memory, states)
         return self
 
 
@@ -127,6 +131,8 @@ class Prefill(Phase):
         self._budgets = choice.budgets(tokens)
         # Whether the prompt is stored unchanged and unscored, with transformers' own shapes and bits.
         self._keeps_all = all_whole and memory.is_whole and self._budgets == tokens.context
+        if choice.policy.decode is not None and memory.storage is not None and tokens.padding is not None:
+            self._keeps_all = False  # an eviction expects pads in front of all entries
 
     @property
     def length(self) -> int:
@@ -157,6 +163,8 @@ class Prefill(Phase):
 
     def after_attention(self, states: States) -> Phase:
         self.staged = None
+        if self.choice.policy.carries_sums and self.memory.decoded:
+            self.choice.settle(self.memory, states)
         self.memory.begin(self.tokens)
         return self._compress(replace(states, keys=self.choice.policy.cluster.as_stored(states.keys)))
 
@@ -170,13 +178,14 @@ class Prefill(Phase):
             return self.then
         if choice.policy.moves_keys:
             memory.rotary = choice.rotary_to_move(states.rotary, self.first)
-        view = choice.view(tokens, self._budgets, states, memory.merge_threshold)
+        view = choice.view(tokens, self._budgets, states, memory)
         if choice.policy.decode is not None:
             memory.remember(choice.latest(states.queries, states.rotary, view.padding))
         sums = choice.observe(states.queries, states.keys, view)
         if self._keeps_all:
             if max(tokens.context):  # of a question alone nothing is chosen: what choices left still holds
-                sums, memory.noted = choice.of_whole(states, view, tokens, sums)
+                sums, noted = choice.of_whole(states, view, tokens, sums)
+                memory.note(tokens, memory.merge_threshold, noted)
             memory.append_whole_prompt(tokens, states.keys, states.values, sums)
             memory.log.add(tokens, on_device(tokens.lengths, states.keys.device, torch.float32))
             return self.then
@@ -231,9 +240,8 @@ class LaterChunk(Prefill):
             stays=[not length for length in tokens.lengths],  # alone they would have no such chunk
             **tokens.vision_among(both.indices),
         )
-        if reduced.indices is not both.indices:
-            memory.merge_threshold = reduced.merge_threshold
-        memory.noted = reduced.noted
+        threshold = memory.merge_threshold if reduced.indices is both.indices else reduced.merge_threshold
+        memory.note(tokens, threshold, reduced.noted)
         memory.replace_entries(reduced, seen)
         log.kept = (reduced.indices >= 0).sum(2).float().mean(1)
         return self.then

@@ -114,7 +114,7 @@ def _read(
     def look(layer: CompressedLayer, states: States, store: Callable[[], None]) -> None:
         place = layer.choice.place
         queries, keys = states.queries, states.keys
-        view = layer.choice.view(cache.announced, cache.announced.lengths, states, None)
+        view = layer.choice.view(cache.announced, cache.announced.lengths, states, layer.memory)
         asked = f"{type(cluster).__name__}.gather"
         with unchanged(asked, queries, keys, states.values):
             found = cluster.gather(queries, keys, states.values, view)

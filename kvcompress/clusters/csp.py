@@ -67,6 +67,8 @@ class CSPKVCluster(KVCluster):
         columns = keys.shape[2]
         windows = [max(1, int(self.recent * budget)) for budget in view.budgets]
         own, cross = votes(queries, keys, view, windows)
+        if view.settings.head_budget == "shared":
+            own, cross = (of_heads.mean(1, keepdim=True).expand_as(of_heads) for of_heads in (own, cross))
         stay = [min(max(1, int(window * self.recent_bias)), n) for window, n in zip(windows, view.budgets, strict=True)]
         if view.padding is not None:  # votes for nothing went to a pad
             cross = cross.masked_fill(pad_columns(view.padding, columns), 0.0)

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from ..device import on_device
 from ..methods import register_method
+from ..scoring.heads import over_heads
 from ..scoring.layer_view import LayerView
 from ..scoring.rows import handles_padding
 from ..scoring.selection import ranks
@@ -55,7 +56,7 @@ class DefensiveKVCluster(WindowKVCluster):
         risk = risk.maximum(risk.sum(-1, keepdim=True) / older.sum(-1, keepdim=True))
 
         norms = projected_norm(values, view, "defensivekv").masked_fill(~real, 0.0)
-        norms = norms / norms.sum(1, keepdim=True).clamp(min=torch.finfo(norms.dtype).tiny)
+        norms = norms / over_heads(norms, view).clamp(min=torch.finfo(norms.dtype).tiny)
         scores = (risk * norms).masked_fill(~older, 0.0)
         # The window and the sure keys tie with the layer's best: over several layers they are not above all others.
         best = scores.amax((1, 2), keepdim=True)

@@ -50,9 +50,7 @@ class DuoAttentionKVCluster(CalibratedKVCluster):
         age = torch.arange(columns - 1, -1, -1, dtype=torch.float32, device=keys.device)
         # Streaming tokens come before all gates: sinks in their order, then recent tokens, the latest first.
         scores = torch.where(age < self.recent, 2 - age / self.recent, gates[:, None]).expand(keys.shape[:3])
-        position = torch.arange(columns, dtype=torch.float32, device=keys.device)
-        if view.padding is not None:
-            position = position - view.padding[..., None]
+        position = view.positions(keys)
         scores = torch.where(position < self.sinks, 3 - position / max(self.sinks, 1), scores)
         return view.protect_recent(scores, 1)
 

@@ -59,10 +59,7 @@ class ExpectedAttentionKVCluster(CalibratedKVCluster):
         if self.covariance:
             for group, spread in enumerate(covariance.unflatten(1, (keys.shape[1], -1)).unbind(2)):
                 logits[:, :, group] += (keys @ spread * keys).sum(-1) * view.scaling**2 / 2
-        position = torch.arange(keys.shape[2], device=keys.device)
-        if view.padding is not None:
-            position = position - view.padding[..., None]
-        sinks = (position < self.sinks).expand(keys.shape[:3])  # and pads
+        sinks = (view.positions(keys) < self.sinks).expand(keys.shape[:3])  # and pads
         weights = logits.masked_fill(sinks[:, :, None], float("-inf")).softmax(-1).mean(2)
         return ((weights + self.epsilon) * values.float().norm(dim=-1)).masked_fill(sinks, float("inf"))
 

@@ -56,10 +56,7 @@ class FastKVzipKVCluster(LearnedKVCluster):
     @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         scores = super().score(queries, keys, values, view)
-        position = torch.arange(keys.shape[2], device=keys.device)
-        if view.padding is not None:
-            position = position - view.padding[..., None]
-        scores = scores.masked_fill(position < self.sinks, float("inf"))
+        scores = scores.masked_fill(view.positions(keys) < self.sinks, float("inf"))
         return view.protect_recent(scores, [self._window(tokens) for tokens in view.tokens])
 
     def _window(self, tokens: int) -> int:

@@ -21,6 +21,7 @@ class HeavyHitterKVCluster(KVCluster):
 
     recent: Annotated[float, Field(ge=0, le=1)] = 0.5
 
+    recent_tenth: ClassVar[bool] = False
     decode_interval: ClassVar[int] = 1
     query_window: ClassVar[int] = 0  # `observe` has already seen them
 
@@ -32,7 +33,7 @@ class HeavyHitterKVCluster(KVCluster):
         return self.summed(queries, keys, view)
 
     def recent_tokens(self, budget: int) -> int:
-        return int(self.recent * budget)
+        return effivlm_window(budget) if self.of_variant("recent_tenth") else int(self.recent * budget)
 
     def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
         # Not in `score`: only here is the budget the layer's own, and merging still needs the recent tokens' sums.
@@ -50,8 +51,4 @@ class H2OKVCluster(HeavyHitterKVCluster):
     variant: Literal["paper", "effivlm"] = "paper"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2306.14048"
-    recent_tenth: ClassVar[bool] = False
     by_variant: ClassVar[dict[str, dict[str, object]]] = {"effivlm": {"recent_tenth": True}}
-
-    def recent_tokens(self, budget: int) -> int:
-        return effivlm_window(budget) if self.of_variant("recent_tenth") else super().recent_tokens(budget)

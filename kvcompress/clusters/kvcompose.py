@@ -8,6 +8,7 @@ import torch
 from pydantic import PositiveInt
 
 from ..methods import register_method
+from ..scoring.heads import over_heads
 from ..scoring.layer_view import LayerView
 from ..scoring.rows import handles_padding
 from .base import KVCluster
@@ -44,4 +45,4 @@ class KVComposeKVCluster(KVCluster):
         scores = view.received
         if scores is None:
             scores = view.window_attention(queries, keys, self.window_size).amax(3).mean(2)
-        return scores + scores.mean(1, keepdim=True)
+        return scores + over_heads(scores, view) / scores.shape[1]

@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from ..device import on_device
 from ..methods import register_method
+from ..scoring.heads import token_columns
 from ..scoring.layer_view import LayerView
 from ..scoring.rows import handles_padding
 from ..scoring.selection import ranks
@@ -63,12 +64,8 @@ class KVCrushCluster(KVCluster):
         """Return each entry's Hamming distance to the anchor, like `bits` (batch, kv_heads, keys).
 
         A head that no longer holds a token has no bit for it."""
-        columns = torch.arange(bits.shape[2], device=bits.device).expand(bits.shape)
-        seen = bits.shape[2]
-        if view.stored is not None:
-            seen = view.stored.seen
-            columns = view.stored.columns % (seen + 1)  # unused slots, -1, go behind the last token
-        by_token = bits.new_zeros(*bits.shape[:2], seen + 1).scatter(2, columns, bits)
+        columns, end = token_columns(view, bits)
+        by_token = bits.new_zeros(*bits.shape[:2], end + 1).scatter(2, columns, bits)
         anchor = torch.arange(bits.shape[1], device=bits.device) % 2 == 1
         if self.anchor == "zeros":
             anchor = torch.zeros_like(anchor)

@@ -46,7 +46,4 @@ class KVzipKVCluster(KVCluster):
         scores = view.received
         if scores is None:
             scores = view.window_attention(queries, keys, self.window_size).amax((2, 3))
-        position = torch.arange(keys.shape[2], device=keys.device)
-        if view.padding is not None:
-            position = position - view.padding[..., None]
-        return scores.masked_fill(position < self.sinks, float("inf"))
+        return scores.masked_fill(view.positions(keys) < self.sinks, float("inf"))

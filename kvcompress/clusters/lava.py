@@ -25,7 +25,6 @@ class LAVaKVCluster(WindowKVCluster):
     preset.
     """
 
-    window_size: PositiveInt = 32
     kernel_size: PositiveInt = 7
     pooling: Literal["avg", "max"] = "max"
 

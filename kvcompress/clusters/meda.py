@@ -1,22 +1,20 @@
 """MEDA: layers with spread attention keep more. https://arxiv.org/abs/2502.17599"""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
 from ..scoring.rows import handles_padding
 from ..scoring.vision import text_first
-from .base import KVCluster
-from .h2o import H2OKVCluster
+from .h2o import HeavyHitterKVCluster
 
 
 @register_method("meda")
 @dataclass(frozen=True)
-class MEDAKVCluster(KVCluster):
+class MEDAKVCluster(HeavyHitterKVCluster):
     """Keeps recent tokens and those with the largest accumulated attention, text before vision.
 
     `recent` of a layer's budget goes to recent tokens. Evicted entries are merged into kept ones, which become their
@@ -33,21 +31,14 @@ class MEDAKVCluster(KVCluster):
     tokens count as text.
     """
 
-    recent: Annotated[float, Field(ge=0, le=1)] = 0.5
     variant: Literal["code", "paper"] = "code"
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2502.17599"
     layer_budget: ClassVar[str] = "attention-entropy"
     merge: ClassVar[str] = "meda"
     by_variant: ClassVar = {"paper": {"layer_budget": "entropy", "merge": "pivot"}}
-    query_window: ClassVar[int] = 0  # `observe` has already seen them
-
-    observe = H2OKVCluster.observe
+    decode_interval: ClassVar[int] = 16
 
     @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         return text_first(self.summed(queries, keys, view), view)
-
-    def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:
-        recent = [int(self.recent * budget) for budget in view.budgets]  # of the layer's own budget
-        return super().final_scores(view.protect_recent(scores, recent), view)

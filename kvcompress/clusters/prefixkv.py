@@ -33,7 +33,7 @@ class PrefixKVCluster(CalibratedKVCluster):
     what each layer keeps at every hundredth of the prompt, averaged over the calibration prompts, and no layer has to
     wait for the others.
 
-    While decoding, every step evicts the entry that is `distance` entries from the end of the prompt's kept entries, as
+    While decoding, every step evicts the entry that is `distance` entries from the end of what the prompt has left, as
     in the authors' code (prefixkv.py, `selected_idxs`). Entries before it stay for good; entries after it form a
     sliding window.
     """
@@ -63,12 +63,13 @@ class PrefixKVCluster(CalibratedKVCluster):
         if view.noted is not None:
             return view.noted
         entries = (kept.indices >= 0).sum(2)
+        if view.earlier is not None:
+            entries = entries + view.earlier
         return torch.where(entries > self.distance, entries - self.distance, entries // 2)
 
     def place(self, keys: torch.Tensor, view: LayerView) -> torch.Tensor:
         """Return scores that rank later entries higher; entries before the evicted slot stay."""
-        place = torch.arange(keys.shape[2], dtype=torch.float32, device=keys.device)
-        place = place if view.padding is None else place - view.padding[..., None]
+        place = view.positions(keys)
         return torch.where(place < view.noted[..., None], torch.inf, place)
 
     # -- layer sizes from a calibration

@@ -1,10 +1,10 @@
 """SAGE-KV: tokens that the prompt's last token attends to, chosen once. https://arxiv.org/abs/2503.08879"""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from pydantic import Field, NonNegativeInt
+from pydantic import NonNegativeInt
 
 from ..methods import register_method
 from ..scoring.layer_view import LayerView
@@ -22,7 +22,6 @@ class SAGEKVCluster(HeavyHitterKVCluster):
     """
 
     sinks: NonNegativeInt = 4
-    recent: Annotated[float, Field(ge=0, le=1)] = 0.5
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2503.08879"
     whole_prompt: ClassVar[bool] = True
@@ -31,9 +30,7 @@ class SAGEKVCluster(HeavyHitterKVCluster):
         if view.is_decoding:
             return torch.zeros(keys.shape[:3], device=keys.device)
         received = view.window_attention(queries, keys, 1)[..., 0, :].mean(2)
-        position = torch.arange(keys.shape[2], device=keys.device)
-        if view.padding is not None:
-            position = position - view.padding[..., None]
+        position = view.positions(keys)
         return received.masked_fill((position >= 0) & (position < self.sinks), float("inf"))
 
     def carried(self, sums: torch.Tensor, view: LayerView) -> torch.Tensor:

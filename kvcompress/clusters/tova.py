@@ -34,5 +34,5 @@ class TOVAKVCluster(KVCluster):
         weights = view.window_attention(queries, keys, 1)
         scores = weights[..., 0, :].mean(2)  # (batch, kv_heads, keys)
         if self.of_variant("keeps_last"):
-            scores[..., -1] = float("inf")
+            scores[..., -1:] = float("inf")
         return scores

@@ -40,8 +40,8 @@ class VLCacheKVCluster(KVCluster):
     @handles_padding
     def score(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: LayerView) -> torch.Tensor:
         scores = question_attention(queries, keys, view)
-        if self.of_variant("recent_tenth"):  # the budget is still the mean over the layers here
-            scores = view.protect_recent(scores, [effivlm_window(budget) for budget in view.budgets])
+        if self.of_variant("recent_tenth"):
+            scores = view.protect_recent(scores, [effivlm_window(mean) for mean in view.mean_budgets or view.budgets])
         return scores
 
     def final_scores(self, scores: torch.Tensor, view: LayerView) -> torch.Tensor:

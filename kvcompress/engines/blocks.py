@@ -45,12 +45,14 @@ class BlockEvictor:
             raise unknown_name(
                 f"method {info.name!r} in a serving engine has no option", unknown[0], [*info.options, "ratio"]
             )
-        cluster = make_policy(info.name, ratio, **options).cluster
-        if (obstacle := obstacle_of(cluster)) is not None:
+        policy = make_policy(info.name, ratio, **options)
+        drops_tokens = policy.tokens is not None
+        obstacle = "it drops tokens of pictures and videos" if drops_tokens else obstacle_of(policy.cluster)
+        if obstacle is not None:
             raise KVCompressError(
                 f"method {info.name!r} cannot evict in a serving engine: {obstacle}; these can: {', '.join(carried())}"
             )
-        return cls(info.name, cluster, ratio)
+        return cls(info.name, policy.cluster, ratio)
 
     def evicted(
         self, layers: Iterable[tuple[torch.Tensor, torch.Tensor]], num_layers: int, tokens: int, size: int
@@ -76,12 +78,8 @@ class BlockEvictor:
         return best.argsort()[:leave].sort().values.tolist()
 
 
-def obstacle_of(method: KVCluster | None) -> str | None:
-    """Return why a method cannot choose among blocks by keys and values alone; None if it can.
-
-    `method` is None for a token method."""
-    if method is None:
-        return "it drops tokens of pictures and videos"
+def obstacle_of(method: KVCluster) -> str | None:
+    """Return why a method cannot choose among blocks by keys and values alone; None if it can."""
     for name, why in NEEDS.items():
         if getattr(method, name):
             return why

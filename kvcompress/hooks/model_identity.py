@@ -45,11 +45,12 @@ def model_identity(model: PreTrainedModel) -> dict[str, str]:
         "config": _digest(json.dumps([what_a_cache_needs(config), fingerprint(config), rotation], default=str)),
         "dtype": str(decoder.dtype),
         "adapters": _digest(repr(adapters_at_work(decoder))),
-        "weights": _weights_fingerprint(model),
+        "weights": weights_fingerprint(model),
     }
 
 
-def _weights_fingerprint(model: PreTrainedModel) -> str:
+def weights_fingerprint(model: PreTrainedModel) -> str:
+    """Hash some numbers of each weight, the same on every device."""
     found = hashlib.sha256()
     for name, weight in _weights(model):
         found.update(f"{name} {weight.dtype} {tuple(weight.shape)} ".encode())

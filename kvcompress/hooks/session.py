@@ -225,17 +225,17 @@ class Session:
         mask, grid = kwargs.get("attention_mask"), kwargs.get("video_grid_thw")
         if grid is None and columns > 1:
             grid = self._frames.grid(ids)
-        is_prompt = cache.start(batch, columns, ids, mask, grid)
-        policy = cache.policy
+        is_prompt, policy = cache.start(batch, columns, ids, mask, grid), cache.policy
+        hooks_steps = policy.hooks_steps and (policy.decode is not None or isinstance(cache, CompressedCache))
         if not torch.compiler.is_compiling():
             is_hooked = policy.hooks_prompts or self._prefixes.room > 0 or self._pieces is not None or self._has_offset
-            self._threads.enter((is_prompt and is_hooked) or policy.hooks_steps)
+            self._threads.enter((is_prompt and is_hooked) or hooks_steps)
         self._end_pass()  # of an interrupted pass
         if is_prompt and policy.tokens is not None:
             self._pass_hooks = prune(self._decoder, self._base, cache, self._tower, self._frames, kwargs)
-        if policy.watches_rotary and (is_prompt or policy.hooks_steps):
+        if policy.watches_rotary and (is_prompt or hooks_steps):
             self._pass_hooks += watch_rotary(self._decoder, cache.rotate)
-        if policy.cluster.reads_hidden and (is_prompt or policy.hooks_steps):
+        if policy.cluster.reads_hidden and (is_prompt or hooks_steps):
             self._pass_hooks += watch_hidden_states(self._decoder, cache)
         if is_prompt:
             self._hook_prompt(cache, wanted_outputs(kwargs))

@@ -96,7 +96,7 @@ class SlotLayer(DecodingLayer):
         self._latest: torch.Tensor | None = None  # queries (slots, heads, window, head_dim), a ring buffer
         self._scaling, self._module = like.scaling, like.module
         self._features: torch.Tensor | None = None
-        kept, latest = like.memory.kept(), like.memory.latest_queries[:1]
+        kept, latest = like.memory.kept(), like.memory.latest_queries[:1] if self.policy.decode is not None else []
         self._fixed_nbytes = self.policy.query_window * sum(queries[:, :, :1].nbytes for queries in latest)
         self._row_nbytes = kept.keys[:, :1, :1].nbytes + kept.values[:, :1, :1].nbytes
         self._row_nbytes += 4 * self._knows_columns + 4 * (kept.sums is not None)
@@ -134,8 +134,8 @@ class SlotLayer(DecodingLayer):
             self.storage.steps = self._slots.steps
         if self.policy.decode is not None:
             room = 0  # evictions make room
+            self._remember(slot, memory.latest_queries)
         self.storage.place([slot], kept, (kept.indices >= 0).sum(-1).tolist(), room)
-        self._remember(slot, memory.latest_queries)
         memory.storage, memory.sums, memory.latest_queries = None, None, []
         self._memories[slot] = memory
 

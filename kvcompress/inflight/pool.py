@@ -11,8 +11,8 @@ each segment.
 
 import torch
 
-from ..device import on_device
-from ..kernels.ragged_decode import has_triton, ragged_decode
+from ..device import on_device, runs_triton
+from ..kernels.ragged_decode import ragged_decode
 from ..kernels.static_decode import static_decode
 from ..scoring.layer_view import Kept
 
@@ -44,7 +44,7 @@ class SlotPool:
         self._places = torch.arange(rows, device=device)
         self._new: tuple[torch.Tensor, ...] | None = None  # rows, keys and values that have not been written yet
         if is_fixed:
-            self.decodes_in_place = device.type == "cuda" and has_triton()
+            self.decodes_in_place = runs_triton(device)
             self._nothing = torch.zeros(1, dtype=torch.long, device=device)
             # Tensors that the graph writes to or that keep their address, see `StaticStorage`.
             for buffer in (self.keys, self.values, self.columns, self.sums, self.lengths, self.starts, self._nothing):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from .ragged_decode import has_triton
+from ..device import runs_triton
 
 BLOCK = 128  # queries per head at a time; 64 and 32 took as long at 8192 tokens, and longer below 1000
 
@@ -28,7 +28,7 @@ def column_sums(
     noted: Noted | None = getattr(queries, "column_sums", None)
     if noted is not None and padding is None and weights is None and noted.is_of(keys, scaling):
         return noted.sums
-    if queries.device.type == "cuda" and has_triton():
+    if runs_triton(queries.device):
         from .column_sums_triton import column_sums_triton
 
         return column_sums_triton(queries, keys, scaling, padding, weights)

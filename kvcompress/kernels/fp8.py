@@ -4,8 +4,6 @@ On CUDA with Triton one kernel writes a token, and one attends to entries where 
 
 import torch
 
-from .ragged_decode import has_triton
-
 BITS = (8,)
 FORMAT = torch.float8_e4m3fn
 MOST = torch.finfo(FORMAT).max
@@ -25,8 +23,3 @@ def pack(states: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def unpack(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the numbers of the bytes, in `dtype`."""
     return (packed.view(FORMAT).float() * scale).to(dtype)
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Whether entries are attended to where they lie."""
-    return device.type == "cuda" and has_triton()

@@ -4,16 +4,16 @@ Triton kernel on CUDA. Entries are unpacked and attended to in plain torch where
 
 import torch
 
+from ..device import runs_triton
 from . import grouped_cpu
 from .pieces import Pieces
-from .ragged_decode import has_triton
 
 
 def has_kernels(device: torch.device) -> bool:
     """Whether entries are attended to where they lie."""
     if device.type == "cpu":
         return grouped_cpu.kernels() is not None
-    return device.type == "cuda" and has_triton()
+    return runs_triton(device)
 
 
 def grouped_decode(

@@ -6,7 +6,7 @@ kv_heads, keys) in fp32."""
 import torch
 import torch.nn.functional as F
 
-from .ragged_decode import has_triton
+from ..device import runs_triton
 
 BLOCK = 128  # keys compared with all others at once
 
@@ -18,7 +18,7 @@ def mean_likeness(
 
     Each key leaves out the latest of the others whose cosine exceeds `similar`, if there is one; with `spares_first`,
     otherwise the first key."""
-    if keys.device.type == "cuda" and has_triton():
+    if runs_triton(keys.device):
         from .likeness_triton import mean_likeness_triton
 
         return mean_likeness_triton(keys, similar, padding, spares_first)

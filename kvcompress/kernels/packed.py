@@ -4,8 +4,8 @@ Triton kernels on CUDA, and plain torch (turboquant.py), which all of them equal
 
 import torch
 
+from ..device import runs_triton
 from . import turboquant_cpu
-from .ragged_decode import has_triton
 from .turboquant import TurboQuant
 
 Codecs = tuple[TurboQuant, TurboQuant]
@@ -15,7 +15,7 @@ def has_kernels(device: torch.device) -> bool:
     """Whether packed entries are attended to where they lie."""
     if device.type == "cpu":
         return turboquant_cpu.kernels() is not None
-    return device.type == "cuda" and has_triton()
+    return runs_triton(device)
 
 
 def pack(keys: torch.Tensor, values: torch.Tensor, codecs: Codecs) -> tuple[torch.Tensor, torch.Tensor]:

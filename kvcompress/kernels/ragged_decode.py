@@ -5,11 +5,11 @@ row b is the segment of `lengths[b, h]` (at least 1) rows from `starts[b, h]` on
 head_dim). Spare rows between segments are uninitialised and must not be read."""
 
 from collections.abc import Callable
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+from ..device import runs_triton
 
 
 def ragged_decode(
@@ -39,16 +39,11 @@ def ragged_decode(
     """
     if query.device.type == "cpu":
         return decode_by_segment(query, keys, values, sizes(), scaling)
-    if query.device.type == "cuda" and has_triton():
+    if runs_triton(query.device):
         from .ragged_decode_triton import ragged_decode_triton
 
         return ragged_decode_triton(query, keys, values, starts, lengths, longest, scaling, new=new, appended=appended)
     return decode_gathered(query, keys, values, starts, lengths + appended, longest, scaling)
-
-
-@cache
-def has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def ragged_decode_reference(

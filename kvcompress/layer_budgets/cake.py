@@ -25,7 +25,7 @@ class CAKELayerBudget(LayerBudget):
         window = min(observers(view), keys.shape[2])
         weights = view.window_attention(queries, keys, window)[..., :-window]
         entropy = -(weights * (weights + 1e-10).log()).sum((1, 2, 3, 4))
-        if window == 1 or not weights.shape[-1]:
+        if not weights.shape[-1]:
             return torch.zeros_like(entropy)
         variance = weights.var(3).sum((1, 2, 3))
         tau1, tau2 = (getattr(view.settings.cluster, name, 1.0) for name in ("tau1", "tau2"))
@@ -58,10 +58,9 @@ def shared_out(weights: list[float], total: int, most: int) -> list[int]:
     whole = sum(weights)
     parts = [int(weight / whole * total) if whole else 0 for weight in weights]
     excess = sum(max(part - most, 0) for part in parts)
-    parts = _spread([min(part, most) for part in parts], excess, most)
-    while sum(parts) < total:
-        parts = _spread(parts, total - sum(parts), most)
-        parts = [min(part, most) for part in parts]
+    parts = [min(part, most) for part in _spread([min(part, most) for part in parts], excess, most)]
+    while (missing := total - sum(parts)) > 0:
+        parts = [min(part, most) for part in _spread(parts, missing, most)]
     return parts
 
 

@@ -31,10 +31,9 @@ class _LazyLayers(LayerBudget):
         weights = view.window_attention(queries, keys, self.judges)
         rows = weights.shape[3]
         column = torch.arange(columns, device=keys.device)
-        position = column if view.padding is None else column - view.padding[:, :1]
         query = column[-rows:, None]
         recent = on_device(self.recent(view), keys.device)[:, None, None]
-        near = (query - column < recent) | (position < FIRST).view(-1, 1, columns)  # (batch, queries, columns)
+        near = (query - column < recent) | (view.positions(keys)[:, :1] < FIRST)  # (batch, queries, columns)
         spent = (weights * near[:, None, None]).sum((1, 2, 3, 4)) / queries.shape[1]
         judges = on_device(view.lengths, keys.device).clamp(max=rows)
         return spent / judges > getattr(view.settings.cluster, "lazy_threshold", THRESHOLD)

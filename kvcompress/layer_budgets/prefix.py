@@ -34,7 +34,9 @@ class PrefixLayerBudget(LayerBudget):
         return scores.mean(1).masked_fill(left_out, float("nan"))
 
     def weights(self, measured: torch.Tensor, budget: float, length: int) -> list[float]:
-        ranked = torch.stack([_cumulated(layer[~layer.isnan()].double()) for layer in measured])
+        scores = measured[:, ~measured.isnan().all(0)].double()
+        ranked = torch.stack([_cumulated(layer) for layer in scores.nan_to_num(0.0, torch.inf)])
+        ranked[scores.isnan().any(1)] = 1.0  # a layer whose states are not finite keeps the least
 
         def kept(part: float) -> torch.Tensor:
             return ((ranked < part).sum(1) + 1 + PROTECTED).clamp(max=length)

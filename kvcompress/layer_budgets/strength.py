@@ -39,8 +39,10 @@ class StrengthLayerBudget(LayerBudget):
         second, third = (apart.pow(power).sum(1) / count.clamp(min=1) for power in (2, 3))
         skewness = torch.where(second > 0, third / second.pow(1.5), 0.0)
         skewness = torch.where(skewness > LEAST_SKEWNESS, skewness, 0.0)
-        text = torch.zeros_like(count) if view.protected is not None else lengths - count
-        return torch.stack([strength, skewness, text], 1)
+        text = view.real_columns(keys)[:, 0] & ~vision
+        if view.protected is not None:
+            text &= ~view.protected
+        return torch.stack([strength, skewness, text.sum(1)], 1)
 
     def weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:
         layers, text = len(measured), float(measured[0, 2])

@@ -107,6 +107,8 @@ class PagedCompressor:
 
     def register(self, state: RequestState) -> PagedRequest:
         prompt = state.initial_tokens
+        if state.max_new_tokens is None and self.policy.engine.decode_budget is None:
+            raise KVCompressError("nothing bounds the pages of a request: give it max_new_tokens=")
         layers = [LayerState(Memory(self.policy, 0)) for _ in self.pages.layer_indices]
         return PagedRequest(prompt, self._most(len(prompt), state.max_new_tokens), layers)
 

@@ -13,6 +13,8 @@ from .options import PRESCRIBED, Engine, all_options
 from .passages import parse_passages
 from .spans import Spans
 
+SETTLING_INTERVAL = 64  # decode steps between additions to sums that only a later prompt will ask for
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -93,7 +95,12 @@ class Policy:
     @property
     def query_window(self) -> int:
         """How many of the last queries are remembered while decoding."""
-        return max(self.cluster.query_window, self.decode_interval if self.carries_sums else 0)
+        return max(self.cluster.query_window, self.settling_interval if self.carries_sums else 0)
+
+    @property
+    def settling_interval(self) -> int:
+        """How many decode steps at most lie between an eviction, or another addition to the sums, and the next."""
+        return SETTLING_INTERVAL if self.decode is None else self.decode_interval
 
     @property
     def moves_keys(self) -> bool:
@@ -120,8 +127,10 @@ class Policy:
 
     @property
     def hooks_steps(self) -> bool:
-        """Whether a decode step's forward pass needs hooks on the model."""
-        return (self.cluster.uses_future_positions or self.cluster.reads_hidden) and self.decode is not None
+        """Whether a decode step's forward pass needs hooks on the model; without an eviction only where another prompt
+        may follow, so not in a slot."""
+        asks = self.cluster.uses_future_positions or self.cluster.reads_hidden
+        return asks and (self.decode is not None or self.carries_sums)
 
     @property
     def options(self) -> dict[str, object]:

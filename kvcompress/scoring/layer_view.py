@@ -130,6 +130,7 @@ class LayerView:
             kv_heads, columns); None if there is none.
         merge_threshold: `Kept.merge_threshold` of the previous eviction, None at the first.
         noted: while decoding, `Kept.noted` of the previous eviction, None at the first.
+        earlier: in a later prompt, the entries stored before it, LongTensor (batch, kv_heads); otherwise None.
         received: for a cluster with a second pass, the attention that each column received in it, (batch, kv_heads,
             columns).
     """
@@ -156,6 +157,7 @@ class LayerView:
     sums: torch.Tensor | None = None
     merge_threshold: torch.Tensor | None = None
     noted: torch.Tensor | None = None
+    earlier: torch.Tensor | None = None
     received: torch.Tensor | None = None
     mean_budgets: tuple[int, ...] = ()
 
@@ -206,7 +208,7 @@ class LayerView:
         if rotary is not None:
             rotary = rotary.rows(rows) if self.is_decoding else rotary.rows(rows).from_column(first)
         of_columns = ("vision", "vision_rank", "protected", "groups", "sums", "received")
-        of_row = {name: getattr(self, name) for name in ("merge_threshold", "noted")}
+        of_row = {name: getattr(self, name) for name in ("merge_threshold", "noted", "earlier")}
         tuples = ("frame_tokens", "question_lengths", "protected_lengths", "row_seeds", "mean_budgets", "row_layers")
         return replace(
             self,
@@ -257,7 +259,7 @@ class LayerView:
     def real_queries(self, queries: torch.Tensor, window: int) -> torch.Tensor | None:
         """Return bool (batch, 1, 1, window, 1), False at the pads of a second prompt among the last `window` queries;
         None where there can be none."""
-        if not self.is_decoding or len(queries) == 1:
+        if not self.is_decoding:
             return None
         return ~queries[:, None, :1, -window:, :1].isnan()
 
@@ -267,6 +269,12 @@ class LayerView:
         if self.padding is None:
             return torch.ones(len(keys), 1, columns, dtype=torch.bool, device=keys.device)
         return ~pad_columns(self.padding, columns)
+
+    def positions(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return each column's place among the tokens of its row (stored: of its row and head), LongTensor (1 or batch,
+        1 or kv_heads, columns); negative at the pads of keys (batch, kv_heads, columns, ...)."""
+        column = torch.arange(keys.shape[2], device=keys.device)[None, None]
+        return column if self.padding is None else column - self.padding[..., None]
 
     def before_rotation(self, keys: torch.Tensor) -> torch.Tensor:
         """Return a prompt's keys (batch, kv_heads, columns, head_dim) before RoPE, in fp32.

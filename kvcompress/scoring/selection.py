@@ -5,8 +5,7 @@ starts with -1, which aligns its entries to the right."""
 
 import torch
 
-from ..device import on_device
-from ..kernels.ragged_decode import has_triton
+from ..device import on_device, runs_triton
 from .windows import pad_columns
 
 MANY = 4096  # entries, from which a launch more costs less than it saves
@@ -125,7 +124,7 @@ def adaptive_indices(
         scores = _without_pads(scores, padding)
     totals = [round(budget * kv_heads) for budget in budgets]
     total = on_device(totals, scores.device)[:, None]
-    if scores.device.type == "cuda" and has_triton():
+    if runs_triton(scores.device):
         from ..kernels.adaptive_triton import MOST_ENTRIES, adaptive_triton
 
         if kv_heads * columns <= MOST_ENTRIES:

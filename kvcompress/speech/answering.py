@@ -6,7 +6,6 @@ the thinker still writes (overlapped.py). token2wav turns codec tokens into a wa
 transformers, or window by window while the talker still writes (streaming.py).
 """
 
-import time
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,7 +22,7 @@ from transformers import (
 )
 
 from ..cache_name import CACHE
-from ..device import peak_memory, reset_peak_memory, synchronise
+from ..device import now, peak_memory, reset_peak_memory
 from ..errors import KVCompressError, loading, unknown_name
 from ..measure import TokenTimes
 from .kinds import PARTS
@@ -196,8 +195,7 @@ def answer(
     heard: list[torch.Tensor] = []
     torch.manual_seed(seed)
     reset_peak_memory(device)
-    synchronise(device)
-    start = time.perf_counter()
+    start = now(device)
     if model.has_talker:
         for_talker["eos_token_id"] = [model.talker.codec_pad_token, model.talker.codec_eos_token]
         given = {
@@ -213,7 +211,7 @@ def answer(
         sequences, blocks = _listen(source, start, hear or heard.append)
     else:
         sequences, blocks = model.thinker.generate(**inputs, **for_thinker), []
-    total = _since(start, device)
+    total = now(device) - start
     speaks = bool(blocks)
     return Answer(
         text=sequences[0, columns:].cpu(),
@@ -230,11 +228,6 @@ def answer(
         codes=len(talker.times) if speaks else None,
         peak_memory_bytes=peak_memory(device),
     )
-
-
-def _since(start: float, device: torch.device) -> float:
-    synchronise(device)
-    return time.perf_counter() - start
 
 
 def _in_one_piece(
@@ -256,7 +249,7 @@ def _listen(
             block = next(source)
         except StopIteration as end:
             return end.value, blocks
-        blocks.append((_since(start, block.device), len(block)))  # on the CPU: the talker need not pause
+        blocks.append((now(block.device) - start, len(block)))  # on the CPU: the talker need not pause
         hear(block)
 
 

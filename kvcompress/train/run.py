@@ -20,6 +20,7 @@ from ..calibration.text import read_text
 from ..errors import KVCompressError, one_line
 from ..files import UNFINISHED, parse_json, write_text, write_torch
 from ..hooks.model import text_decoder, unwrapped
+from ..hooks.model_identity import weights_fingerprint
 
 SAVE_EVERY_S = 60.0  # seconds of gradient steps that a cut may lose
 SETTINGS, DESCENT = "settings.json", "descent.pt"  # files of the state; the others hold what was read
@@ -108,7 +109,7 @@ class Run:
 
         Raises KVCompressError if the state belongs to other weights of the same name, or if the disk has no room for
         `needed_bytes`."""
-        self.settings["weights"] = _mark(self.decoder)
+        self.settings["weights"] = weights_fingerprint(self.decoder)
         self.check_state()
         write_text(self.state / SETTINGS, json.dumps(self.settings, indent=1))
         there = sum(file.stat().st_size for file in self.state.iterdir())
@@ -182,15 +183,6 @@ def readable(file: Path) -> Iterator[None]:
         raise KVCompressError(
             f"{str(file)!r} cannot be read: {message}; remove it, and the same command makes it anew"
         ) from error
-
-
-def _mark(decoder: PreTrainedModel) -> str:
-    """Hash some numbers of each weight: they tell apart checkpoints of the same name, on every device."""
-    made = hashlib.sha256()
-    for name, weight in decoder.named_parameters():
-        some = weight.detach().flatten()[:: max(weight.numel() // 64, 1)].contiguous().cpu()
-        made.update(name.encode() + some.view(torch.uint8).numpy().tobytes())
-    return made.hexdigest()[:16]
 
 
 def _restore(file: Path, weights: list[torch.Tensor], descent: torch.optim.Optimizer) -> int:

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import KVCompressError
 from ..hooks.attention import has_plain_weights, run_base
-from ..hooks.hidden_states import attention_layers
+from ..hooks.hidden_states import attention_layers, watch_inputs
 from ..hooks.replacement import Replacement
 
 NAME = "kvcompress_train"
@@ -48,12 +48,12 @@ def hidden_states(decoder: PreTrainedModel) -> Iterator[dict[int, torch.Tensor]]
     """Context manager that notes what enters each attention layer: index -> (tokens, hidden_size), of one row."""
     seen: dict[int, torch.Tensor] = {}
 
-    def note(index: int, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        seen[index] = (args[0] if args else kwargs["hidden_states"])[0]
+    def note(index: int, hidden: torch.Tensor) -> None:
+        seen[index] = hidden[0]
 
     with ExitStack() as hooks:
-        for index, module in attention_layers(decoder).items():
-            hooks.enter_context(module.register_forward_pre_hook(partial(note, index), with_kwargs=True))
+        for hook in watch_inputs(decoder, note):
+            hooks.enter_context(hook)
         yield seen
 
 

@@ -128,8 +128,8 @@ def _samples(job: Job) -> "wandb.Table":
     import wandb
 
     samples = read_samples(job.folder)
-    scores = [name for name, value in samples[0].items() if isinstance(value, int | float) and name != "doc_id"]
-    names = ["task", "doc_id", "input", "target", "filtered_resps", *scores]
+    scores = {name: None for sample in samples for name, value in sample.items() if isinstance(value, int | float)}
+    names = ["task", "doc_id", "input", "target", "filtered_resps", *(name for name in scores if name != "doc_id")]
     rows = [[_plain(sample.get(name)) for name in names] for sample in samples]
     return wandb.Table(columns=names, data=rows)
 

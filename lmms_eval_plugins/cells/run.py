@@ -221,7 +221,7 @@ def run_lmms_eval(lm: "Answerer", job: Job, folder: Path | str) -> dict[str, Any
 @contextlib.contextmanager
 def as_one_process() -> Iterator[None]:
     """Keep lmms-eval from splitting the questions: every process of a tensor-parallel model answers all of them."""
-    hidden = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
+    hidden = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE") if name in os.environ}
     try:
         yield
     finally:
@@ -364,7 +364,8 @@ def load_model(arguments: "ModelArguments", needs_template: bool = True) -> "KVC
         # every pass returns its memory and takes it again page by page, which costs 5 % of the time.
         torch.empty(31 << 20, dtype=torch.uint8)
     try:
-        return KVCompressLM(needs_template=needs_template, **arguments.model_dump(exclude_unset=True))
+        given = arguments.model_dump(exclude_unset=True) | arguments.legacy
+        return KVCompressLM(needs_template=needs_template, **given)
     except (OSError, ImportError) as error:
         raise EvaluationFailed(f"model {arguments.pretrained} could not be loaded: {one_line(error, 500)}") from error
 

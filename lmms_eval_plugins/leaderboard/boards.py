@@ -121,6 +121,7 @@ def board(
         "questions": count,
         "metric": metric,
         "scale": score_scale(frame),
+        "is_lower_better": is_lower,
         "warning": warning(frame),
         "cells": cells,
         **({"choice": None, "best": []} if has_models or is_lower else _choice(rows)),

@@ -118,11 +118,9 @@ class Document:
             )
             answer, answer_format = str(page.table[row][column] + other.table[other_row][column]), "Int"
             places = sorted([page.number, other.number])
-        elif kind == "unanswerable":
+        else:  # unanswerable
             text, answer, answer_format = f"Who led the work on the {self.missing}?", NOT_ANSWERABLE, "None"
             places, depth = [], None
-        else:
-            raise ValueError(f"no kind {kind!r}")
         question = Question(kind, text, answer, answer_format, self.length, depth, tuple(places))
         return Prompt(question, self.images, self.written)
 

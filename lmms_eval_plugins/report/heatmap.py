@@ -18,7 +18,7 @@ from kvcompress.flag_types import shown
 
 from ..cells.errors import EvaluationFailed, UsageError, leave_out
 from . import terminal
-from .appearance import short_names
+from .appearance import score_scale, short_names
 from .groups import read_cells
 from .headline import by_question, headline, why_none
 from .numbers import fixed, kept
@@ -82,7 +82,7 @@ def heatmap_table(rows: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
     return grouped.agg(score="mean", questions="count").reset_index()
 
 
-def draw(table: pd.DataFrame, x: str, y: str, title: str, metric: str, path: Path) -> None:
+def draw(table: pd.DataFrame, x: str, y: str, title: str, metric: str, scale: int, path: Path) -> None:
     """Draw a panel for each cell: the full cache first, and the panels of a method in a row, the largest share kept
     first. With more than FEW methods, several share a row."""
     order = table.groupby("series")["kept"].max().sort_values(ascending=False, kind="stable").index
@@ -110,7 +110,6 @@ def draw(table: pd.DataFrame, x: str, y: str, title: str, metric: str, path: Pat
     axes = figure.subplots(*shape, squeeze=False)
     for axis in axes.flat:
         axis.set_axis_off()
-    scale = 100 if table["score"].between(0, 1).all() else 1
     limits = (0, 100) if scale == 100 else (table["score"].min(), table["score"].max())
     image = None
     for number, (series, of_series) in enumerate(sizes.items()):
@@ -143,12 +142,13 @@ def _kept(cells: pd.DataFrame) -> str:
 
 
 def _write_values(axis: Axes, grid: pd.DataFrame, limits: tuple[float, float]) -> None:
-    middle = sum(limits) / 2
+    middle, digits = sum(limits) / 2, 0 if limits[1] >= 10 else 1
     for row, values in enumerate(grid.to_numpy()):
         for column, value in enumerate(values):
             if not math.isnan(value):
                 color = "black" if value > middle else "white"
-                axis.text(column, row, fixed(value, 0), ha="center", va="center", fontsize=7, color=color)
+                text = fixed(value, digits)
+                axis.text(column, row, text, ha="center", va="center", fontsize=7, color=color)
 
 
 def _short(value: Any) -> str:
@@ -174,7 +174,7 @@ def by_column(rows: pd.DataFrame, column: str, width: int, elsewhere: str) -> Ta
         width: columns of the terminal.
         elsewhere: the file that holds what does not fit.
     """
-    scale = 100 if rows["score"].between(0, 1).all() else 1
+    scale = score_scale(rows)
     values = _ordered(rows[column].dropna().unique())
     cells = rows.drop_duplicates(["series", "size"]).sort_values(["series", "kept"], ascending=[True, False])
     cells = cells.sort_values("series", key=lambda names: names != "full", kind="stable")
@@ -221,7 +221,7 @@ def write(flags: argparse.Namespace) -> None:
         names, shared = short_names(own)
         title = f"{flags.folder.parent.name}, {flags.folder.name}" + (f": {shared}" if shared else "")
         short = table.assign(series=table["series"].map(dict(zip(own["series"], names, strict=True))))
-        draw(short, x, y, title, own["metric"].iloc[0], path)
+        draw(short, x, y, title, own["metric"].iloc[0], score_scale(own), path)
         with replacing(path.with_suffix(".csv")) as draft:
             table.to_csv(draft, index=False)
         for file in (path, path.with_suffix(".csv")):

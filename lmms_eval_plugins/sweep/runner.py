@@ -15,6 +15,7 @@ from kvcompress.flag_types import folder as existing_folder
 from ..cells.cell_log import cell_values, log_results
 from ..cells.data import find_tasks
 from ..cells.errors import EvaluationFailed, UsageError
+from ..cells.names import is_lm_eval
 from ..cells.results import DamagedFile
 from .config import SweepConfig
 from .study import Trial, Trials
@@ -128,7 +129,9 @@ def check_trials(config: SweepConfig, output: Path) -> None:
     for parameters in config.grid(set()) if config.method == "grid" else config.corners():
         cell_folder({**config.constants, **parameters}, output)
     include_path = config.constants.get("include_path")
-    find_tasks([str(name) for name in config.values("task")], include_path and existing_folder(str(include_path)))
+    folder = include_path and existing_folder(str(include_path))
+    if names := [name for name in map(str, config.values("task")) if not is_lm_eval(name, folder)]:
+        find_tasks(names, folder)
 
 
 def run_here(sweep: Sweep) -> None:
@@ -150,7 +153,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Lock the sweep's folder until this process ends. Raises EvaluationFailed if another process holds the lock. On a
     file system without locks this has no effect."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
+    with open(folder / ".lock", "w") as file:  # NFS locks files that are open for writing, and no folders
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -17,7 +17,7 @@ from ..cells.machine import number_of_processes, rank
 from ..cells.names import GROUPS
 from ..cells.plan import Plan, check_folders
 from ..cells.processes import evaluation
-from ..cells.request import literal
+from ..cells.request import arguments_of
 from ..cells.run import evaluate_cell, load_model, quiet, score_again
 from ..evaluate import parse
 
@@ -69,15 +69,10 @@ def option_owners() -> dict[str, list[str]]:
 
 def parse_trial(argv: list[str]) -> dict[str, Any]:
     """Parse parameters from `--name=value`, as `wandb agent` writes them. Raises UsageError."""
-    parameters = {}
     for word in argv:
-        match = re.fullmatch(r"(?:--)?(\w+)=(.*)", word, re.DOTALL)
-        if not match:
+        if not re.fullmatch(r"(--)?\w+=.*", word, re.DOTALL):
             raise UsageError(f"{shown(word)} is not --name=value")
-        if match[1] in parameters:
-            raise UsageError(f"{match[1]}= is given twice")
-        parameters[match[1]] = literal(match[2])
-    return parameters
+    return arguments_of([word.removeprefix("--") for word in argv])
 
 
 def plan_of(argv: list[str]) -> Plan:

@@ -24,34 +24,15 @@ class Reader:
         self.model = AutoModelForImageTextToText.from_pretrained(checkpoint).to(device).eval()
         self.batch_size = batch_size
 
-    def inputs(self, examples: list[Example], post_prompt: str = POST_PROMPT) -> BatchFeature:
+    def inputs(self, examples: list[Example]) -> BatchFeature:
         """Return the model inputs, one row per question."""
-        messages = [
-            [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "image", "image": Image.fromarray(example.pixels)},
-                        {"type": "text", "text": example.question.text.capitalize() + post_prompt},
-                    ],
-                }
-            ]
-            for example in examples
-        ]
-        return self.processor.apply_chat_template(
-            messages,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            add_generation_prompt=True,
-            processor_kwargs={"padding": True},
-        ).to(self.model.device, self.model.dtype)
+        return self.shown_inputs([Shown([example.question], [example.pixels]) for example in examples])
 
     @torch.no_grad()
-    def answers(self, examples: list[Example], post_prompt: str = POST_PROMPT) -> list[str]:
+    def answers(self, examples: list[Example]) -> list[str]:
         texts = []
         for start in range(0, len(examples), self.batch_size):
-            inputs = self.inputs(examples[start : start + self.batch_size], post_prompt)
+            inputs = self.inputs(examples[start : start + self.batch_size])
             output = self.model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
             new = output[:, inputs["input_ids"].shape[1] :]
             texts += self.processor.batch_decode(new, skip_special_tokens=True)

@@ -49,7 +49,7 @@ def test_what_is_better_than_chance_is_told_from_what_is_not(tmp_path, task, mon
     truth = {"full": 0.95, "hindsight": 0.9, "random": 0.3, "snapkv": 0.6, "knorm": 0.3, "keydiff": 0.1}
     answers = answered(tmp_path, task, monkeypatch, truth | {"tova": 0.9}, refused="tova")
     found = verdict.judged(task, answers)
-    assert found.left_out == ["tova"]
+    assert (found.refusing, found.unasked) == (["tova"], [])
     assert not found.shows_nothing
     assert {row.method: row.verdict for row in found.rows[0]} == {
         "snapkv": "better",

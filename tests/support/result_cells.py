@@ -26,13 +26,14 @@ def write_answers(
     docs: Sequence[dict[str, Any]] | None = None,
     realised: float | None = None,
     targets: Sequence[str] | None = None,
+    is_lower_better: bool = False,
 ) -> Path:
     """Write a cell whose answers are the letters of `answers`, each correct if `truth` has the same letter.
 
     The first token of an answer takes `seconds`, each further one half of that. With `nested`, a question's score is
     inside other data, as video tasks return it. `protocol` adds settings, `docs` is the content of the task's
-    documents, `targets` their right answers, and `realised` is the share that was kept, if it is not the ratio. Returns
-    the folder of the cell's model."""
+    documents, `targets` their right answers, and `realised` is the share that was kept, if it is not the ratio. With
+    `is_lower_better` the task says so of its metric. Returns the folder of the cell's model."""
     cell = Cell(task, model, method, ratio, budget, options or {}, settings or {})
     scores = [float(answer == right) for answer, right in zip(answers, truth, strict=True)]
     whole = {
@@ -59,6 +60,8 @@ def write_answers(
         "results": {task: {"acc,none": sum(scores) / len(scores), "acc_stderr,none": 0.1}},
         "efficiency": {"realised_ratio": {"mean": realised or ratio or 0.3}, "tokens_out": {"median": tokens}},
     }
+    if is_lower_better:
+        content["configs"] = {task: {"metric_list": [{"metric": "acc", "higher_is_better": False}]}}
     with results.new_cell(cell.folder(root)) as draft:
         results.write_cell(draft, content, samples)
     return cell.folder(root).parent

@@ -2,7 +2,8 @@
 
 import torch
 
-from ...kernels.fp8 import has_kernels, pack, scale_of, unpack
+from ...device import runs_triton
+from ...kernels.fp8 import pack, scale_of, unpack
 from ...scoring.layer_view import all_slots
 from .packed import PackedStorage
 from .store import store
@@ -31,10 +32,10 @@ class Fp8Storage(PackedStorage):
 
     @property
     def decodes_in_place(self) -> bool:
-        return has_kernels(self.inner.keys.device) and (self.inner.decodes_in_place or self.inner.fills_all_slots)
+        return runs_triton(self.inner.keys.device) and (self.inner.decodes_in_place or self.inner.fills_all_slots)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if not has_kernels(keys.device):
+        if not runs_triton(keys.device):
             return super().append(keys, values)
         from ...kernels.fp8_triton import pack_behind_triton
 

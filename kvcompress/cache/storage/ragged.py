@@ -2,8 +2,8 @@
 
 import torch
 
-from ...device import Arriving
-from ...kernels.ragged_decode import has_triton, ragged_decode
+from ...device import Arriving, runs_triton
+from ...kernels.ragged_decode import ragged_decode
 from ...scoring.layer_view import Kept
 from .base import Storage, lasting, put, spare, with_appended
 
@@ -35,7 +35,7 @@ class RaggedStorage(Storage):
         self._flat = Arriving(counts) if flat is None else flat
         total = sum(kept.totals if flat is None else flat)
         room = spare(self.entries if flat else -(-total // counts.numel())) if room is None else room
-        if counts.device.type == "cuda" and has_triton():
+        if runs_triton(counts.device):
             from ...kernels.ragged_layout_triton import to_segments
 
             self.room, self.lengths, self.behind = room, counts, 0
@@ -90,7 +90,7 @@ class RaggedStorage(Storage):
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._write()
-        if keys.shape[2] == 1 and keys.device.type == "cuda" and has_triton():
+        if keys.shape[2] == 1 and runs_triton(keys.device):
             self.reserve(1)
             self._new = keys.detach(), values.detach()
         else:
@@ -175,7 +175,7 @@ class RaggedStorage(Storage):
         return self._rows() >= self.starts[..., None]
 
     def kept(self, seen: int) -> Kept:
-        if self.keys.device.type != "cuda" or not has_triton():
+        if not runs_triton(self.keys.device):
             return super().kept(seen)
         from ...kernels.ragged_layout_triton import from_segments
 

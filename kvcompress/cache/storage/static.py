@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from ...kernels.ragged_decode import has_triton
+from ...device import runs_triton
 from ...kernels.static_decode import static_decode
 from .base import Storage, full, lasting, roomy, rows_of
 
@@ -38,7 +38,7 @@ class StaticStorage(Storage):
         self.appended = lasting(self.slots.new_zeros, (1,))
         self._counts = True  # whether this storage counts appended tokens itself
         self._left = room  # room left, on the host; compiled graphs do not update it
-        self.decodes_in_place = keys.device.type == "cuda" and has_triton()
+        self.decodes_in_place = runs_triton(keys.device)
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None  # a token that has not been written yet
         self._lay_out()
 
@@ -135,7 +135,7 @@ class StaticStorage(Storage):
     def of_state(cls, state: dict[str, object], device: torch.device) -> "StaticStorage":
         room = (0, 0, 0, state["capacity"] - state["keys"].shape[2])
         made = super().of_state({**state, **{name: F.pad(state[name], room) for name in ("keys", "values")}}, device)
-        made.decodes_in_place = made.keys.device.type == "cuda" and has_triton()
+        made.decodes_in_place = runs_triton(made.keys.device)
         made._lay_out()
         return made
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ...kernels.ragged_decode import has_triton
+from ...device import runs_triton
 from ...scoring.layer_view import all_slots
 from ...scoring.windows import pad_columns
 from .base import Storage, put
@@ -114,7 +114,7 @@ class ThinKStorage(Storage):
     @property
     def decodes_in_place(self) -> bool:
         """On CUDA: a query takes the channels that the keys have."""
-        is_possible = self.channels.device.type == "cuda" and has_triton()
+        is_possible = runs_triton(self.channels.device)
         return is_possible and all(part.decodes_in_place or part.fills_all_slots for part in self._parts())
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -127,7 +127,7 @@ function show(chosen) {
   const series = [...new Set(board.cells.map((cell) => cell.series))];
   group = { ...board, all: board.cells, series, labels: new Map(series.map((each) => [each, each])) };
   hidden = new Set();
-  order = { column: "score", descending: true };
+  order = { column: "score", descending: !board.is_lower_better };
   for (const [id, all, of, text] of FILTERS) {
     const values = [...new Set(board.cells.map(of))].filter((value) => value !== ALL);
     if (id === "size") values.sort((a, b) => parseFloat(b.replace("budget ", "")) - parseFloat(a.replace("budget ", "")));

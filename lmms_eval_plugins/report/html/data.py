@@ -99,6 +99,7 @@ def page_group(group: Group, entries: list[list[dict[str, Any]]]) -> dict[str, A
         "made": made(group.cells),
         "metric": frame["metric"].iloc[0] or "score",
         "scale": scale,
+        "is_lower_better": bool(frame["is_lower_better"].any()),
         "draws": explanation(frame),
         "warning": "; ".join(filter(None, [warning(frame), *gate_lines(frame)])),
         "cells": cells,

@@ -92,8 +92,8 @@ if find_spec("hqq"):
 # The other methods that evict while decoding: kernels of an eviction.
 EVICTIONS = {
     "adamixkv": 33, "aircache": 11, "cake": 16, "cam": 22, "capkv": 23, "chunkkv": 12, "compactor": 21,
-    "criticalkv": 26, "csp": 14, "cur": 11, "d2o": 34, "defensivekv": 29, "dropkv": 32, "entropy-gated-chunkkv": 24,
-    "expected-attention": 20, "finch": 11, "infinipot-v": 8, "keydiff": 9, "knorm": 8, "kvcompose": 16, "kvcrush": 21,
+    "criticalkv": 26, "csp": 14, "cur": 11, "d2o": 34, "defensivekv": 32, "dropkv": 32, "entropy-gated-chunkkv": 24,
+    "expected-attention": 20, "finch": 11, "infinipot-v": 8, "keydiff": 9, "knorm": 8, "kvcompose": 19, "kvcrush": 21,
     "kvzip": 13, "lagkv": 10, "lava": 13, "leverage": 11, "look-m": 23, "meda": 28, "mixkv": 23, "morphkv": 11,
     "non-causal-attention": 12, "prefixkv": 17, "pyramidkv": 17, "random": 8, "recent": 9, "sagekv": 15,
     "simlayerkv": 10, "tgv-kv": 14, "tova": 11, "vl-cache": 11, "vnorm": 8,

@@ -8,6 +8,7 @@ from transformers import StoppingCriteriaList
 
 import kvcompress
 from kvcompress.cache.choice import Choice
+from kvcompress.cache.eviction import LASTING
 from kvcompress.cache.memory import Memory
 from kvcompress.check.promises import History
 from kvcompress.check.reference import generate, only_attending_to
@@ -18,7 +19,8 @@ from tests import fuzz
 from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES, FIRST_TEXT, SOME_FAMILIES, VOCAB_SIZE
-from tests.support.strategies import METHODS, SOME_METHODS, Case, cases
+from tests.support.learned_checkpoints import checkpoint_for
+from tests.support.strategies import LEARNED, METHODS, SOME_METHODS, Case, cases
 
 NEW = 9
 TOLERANCE = 1e-4
@@ -176,11 +178,71 @@ def test_what_is_remembered_of_a_context_and_its_question_comes_from_all_queries
                 torch.testing.assert_close(ours[row, head, -len(columns) :], whole[row, head, columns])
 
 
+@pytest.mark.parametrize(("length", "ratio", "budget"), [(30, 0.8, 14), (10, 1.0, 28)], ids=["some", "all"])
 @pytest.mark.parametrize("method", some(METHODS, [*SOME_METHODS, *REMEMBERING]))
-def test_the_pads_of_a_second_prompt_have_no_vote(method):
-    """A row whose second prompt is shorter evicts the same alone, where there are no pads."""
-    evicting = {"decode_budget": 14, "decode_interval": 2}
-    fuzz.check({**fuzz.of_rows("qwen2", [30, 30], method, ratio=0.8, **evicting), "more": [11, 2]})
+def test_the_pads_of_a_second_prompt_have_no_vote(method, length, ratio, budget):
+    """A row whose second prompt is shorter evicts the same alone, where there are no pads; also where nothing was
+    evicted before."""
+    evicting = {"decode_budget": budget, "decode_interval": 2}
+    fuzz.check({**fuzz.of_rows("qwen2", [length] * 2, method, ratio=ratio, **evicting), "more": [14, 2]})
+
+
+@pytest.mark.parametrize("options", [{"decode_budget": 99, "decode_interval": 50}, {"prefill_chunk": 16}])
+@pytest.mark.parametrize("method", ["h2o", "look-m", "meda", *LEARNED])
+def test_a_second_prompt_finds_the_sums_to_which_the_answer_before_it_has_added(method, options, monkeypatch):
+    """As where the sums are added to after each step."""
+    monkeypatch.setattr("kvcompress.policy.policy.SETTLING_INTERVAL", 4)
+    model = FAMILIES["qwen2"].build()
+    prompt, more, forced, sums = torch.arange(10, 40)[None], torch.arange(50, 60)[None], None, []
+    learned = {"checkpoint": checkpoint_for(method, model)} if method in LEARNED else {}
+    for settled in (options | {"decode_budget": 99, "decode_interval": 1}, options):
+        cache = kvcompress.CompressedCache(
+            model.config, method, 0.5, layer_budget="uniform", **settled, **learned, **calibration_of(method, model)
+        )
+        with kvcompress.attach(model):
+            forced, _ = generate(model, {"input_ids": prompt}, 7, forced, past_key_values=cache)
+            generate(model, {"input_ids": torch.cat([prompt, forced, more], 1)}, 1, past_key_values=cache)
+        sums.append([layer.memory.sums for layer in cache.compressed_layers])
+    torch.testing.assert_close(sums[1], sums[0])
+
+
+def test_prefixkvs_window_ends_at_all_that_prompts_have_left():
+    """After a second prompt `distance` entries are counted from the end of everything stored."""
+    model = FAMILIES["qwen2"].build()
+    prompt, more = torch.arange(10, 60)[None] % 80 + 5, torch.arange(50, 70)[None]
+    cache = kvcompress.CompressedCache(model.config, "prefixkv", 0.8, decode_budget=90, distance=9)
+    with kvcompress.attach(model):
+        first, _ = generate(model, {"input_ids": prompt}, 6, past_key_values=cache)
+        generate(model, {"input_ids": torch.cat([prompt, first, more], 1)}, 1, past_key_values=cache)
+    for layer in cache.compressed_layers:
+        held = (layer.kept_columns() >= 0).sum(2)
+        assert (layer.memory.noted == held - 9).all()
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("prefixkv", {}), ("tgv-kv", {}), ("d2o", {}), ("prefixkv", {"layer_budget": "uniform", "prefill_chunk": 16})],
+)
+def test_a_row_without_a_second_prompt_keeps_what_earlier_choices_left(method, options):
+    """Beside a row that has one."""
+    model = FAMILIES["qwen2"].build()
+    prompt, more = torch.arange(10, 70).view(2, 30), torch.arange(50, 62).view(2, 6)
+    mask = torch.ones(2, 39, dtype=torch.long)
+    mask[1, 33:] = 0
+    cache = kvcompress.CompressedCache(model.config, method, 0.5, decode_budget=40, **options)
+
+    def left() -> list[torch.Tensor]:
+        found = [getattr(layer.memory, name) for layer in cache.compressed_layers for name in LASTING]
+        return [each[1].clone() for each in found if each is not None]
+
+    with kvcompress.attach(model), torch.no_grad():
+        model(prompt, past_key_values=cache)
+        for token in range(20, 23):
+            model(torch.tensor([[token], [token + 5]]), past_key_values=cache)
+        before = left()
+        model(more, attention_mask=mask, past_key_values=cache)
+    assert before
+    assert all(map(torch.equal, before, left()))
 
 
 @pytest.mark.parametrize(("method", "interval"), some(paired(METHODS, [1, 5]), REMEMBERING))

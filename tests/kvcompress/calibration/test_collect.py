@@ -34,7 +34,7 @@ def states_of(model: torch.nn.Module, prompt: dict[str, torch.Tensor]) -> list[t
     for layer in cache.compressed_layers:
 
         def note(states, store, layer=layer):
-            found.append((states, layer.choice.view(cache.announced, cache.announced.lengths, states, None)))
+            found.append((states, layer.choice.view(cache.announced, cache.announced.lengths, states, layer.memory)))
             store()
 
         layer.listen(note)

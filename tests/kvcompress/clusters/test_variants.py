@@ -11,6 +11,7 @@ import kvcompress
 from kvcompress import KVCompressError
 from kvcompress.policy.make import make_policy
 from kvcompress.policy.options import PRESCRIBED, all_options
+from kvcompress.scoring.layer_view import LayerView, Settings
 from kvcompress.tokens import TokenMethod
 from tests.oracle.authors.ours import Held, ours
 from tests.oracle.authors.states import states
@@ -135,3 +136,12 @@ def test_a_variant_has_its_own_class_attributes_in_place_of_the_methods(registry
     assert [Variants(variant).of_variant("rounds_up") for variant in VARIANTS["pyramidkv"][:2]] == [False, False]
     assert Variants("code").of_variant("rounds_up")
     assert (Variants("kvpress").of_variant("layer_budget"), Variants("code").layer_budget) == ("pyramid", "uniform")
+
+
+def test_effivlms_window_in_vl_cache_is_a_tenth_of_the_layers_mean_budget():
+    cluster = kvcompress.make_cluster("vl-cache", variant="effivlm")
+    keys, settings = torch.randn(1, 2, 200, 8), Settings(cluster)
+    for own in (160, 20):
+        view = LayerView(0, 3, [200], [own], 1.0, settings=settings, mean_budgets=(64,))
+        scores = cluster.score(torch.randn(1, 4, 200, 8), keys, keys, view)
+        assert (scores == torch.inf).sum(-1).tolist() == [[6, 6]]

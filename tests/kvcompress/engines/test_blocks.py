@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvcompress import KVCompressError
 from kvcompress.engines.blocks import BlockEvictor, carried, obstacle_of
 from kvcompress.methods import make_method
 
@@ -57,3 +58,8 @@ def test_the_methods_that_need_only_keys_and_values_are_carried():
 )
 def test_another_method_is_an_error_that_says_what_it_needs(method, why):
     assert why in obstacle_of(make_method(method))
+
+
+def test_a_method_that_drops_tokens_is_no_evictor():
+    with pytest.raises(KVCompressError, match="'fastv' cannot evict in a serving engine: it drops tokens of pictures"):
+        BlockEvictor.of("fastv", 0.5)

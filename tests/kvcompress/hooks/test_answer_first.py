@@ -147,6 +147,15 @@ def test_a_second_prompt_is_answered_on_what_the_first_left():
         assert [head.tolist() for head in session.cache.kept_indices(layer)[0]] == expected
 
 
+def test_a_second_prompt_of_a_question_alone_has_no_scores_of_an_answer():
+    model, options = FAMILIES["qwen2"].build(), {"answer_tokens": TOKENS, "scope": "context", "context_tokens": 30}
+    with kvcompress.compress(model, "hindsight", budget=20, **options) as session, torch.no_grad():
+        cache = model(FAMILIES["qwen2"].inputs(model, [LENGTH])["input_ids"]).past_key_values
+        assert all(layer.memory.answer_scores is not None for layer in session.cache.compressed_layers)
+        model(torch.arange(10, 15)[None], past_key_values=cache)
+    assert all(layer.memory.answer_scores is None for layer in session.cache.compressed_layers)
+
+
 def test_a_pass_that_would_give_no_logits_is_refused_before_it_costs_anything(monkeypatch):
     model = FAMILIES["qwen2"].build()
     inputs, read = FAMILIES["qwen2"].inputs(model, [LENGTH]), []

@@ -8,9 +8,9 @@ import torch
 from accelerate import dispatch_model
 
 import kvcompress
+from kvcompress import device
 from kvcompress.bench.pretended.device import PretendedCuda
 from kvcompress.check.reference import generate
-from kvcompress.kernels import ragged_decode
 from tests.support.families import FAMILIES
 
 pytestmark = pytest.mark.filterwarnings("ignore:CUDA reports that you have 2 available devices")
@@ -20,11 +20,11 @@ EVICTING = {"decode_budget": 12, "decode_interval": 2}
 @pytest.fixture
 def two_gpus(monkeypatch):
     """Without Triton, whose kernels run only in the interpreter."""
-    monkeypatch.setattr(ragged_decode, "find_spec", lambda name: None)
-    ragged_decode.has_triton.cache_clear()
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    device._has_triton.cache_clear()
     with PretendedCuda(devices=2):
         yield
-    ragged_decode.has_triton.cache_clear()
+    device._has_triton.cache_clear()
 
 
 def over_two_gpus(model: torch.nn.Module, rotary: int = 0) -> torch.nn.Module:

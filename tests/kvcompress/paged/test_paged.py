@@ -21,6 +21,7 @@ from kvcompress import paged
 from kvcompress.errors import KVCompressError
 from kvcompress.hooks.attention import one_query_per_head
 from kvcompress.paged import attention
+from kvcompress.paged.compressor import PagedCompressor
 from kvcompress.policy.conflicts import PAGES, check_conflicts
 from kvcompress.policy.make import make_policy
 from kvcompress.policy.policy import Policy
@@ -446,6 +447,14 @@ def test_a_request_without_a_bound_is_refused():
     refused = pytest.raises(KVCompressError, match="nothing bounds the pages of a request")
     with paged.compress(model, "keydiff", ratio=0.5, decode_ratio=0.5), refused:
         model.init_continuous_batching(endless, pages_config(4, 20))
+
+
+def test_a_request_that_only_a_hint_bounds_is_refused():
+    """The hint is of the workload; `max_new_tokens` of a request bounds it."""
+    model = FAMILIES["qwen2"].build(2)
+    compressor = PagedCompressor(make_policy("keydiff", 0.5, decode_ratio=0.5), model.config, None)
+    with pytest.raises(KVCompressError, match="give it max_new_tokens="):
+        compressor.register(SimpleNamespace(initial_tokens=[5, 6], max_new_tokens=None))
 
 
 @pytest.mark.parametrize("outer", [paged.compress, kvcompress.compress], ids=["paged", "alone"])

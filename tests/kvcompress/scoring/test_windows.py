@@ -2,6 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcompress.scoring.layer_view import LayerView, StoredEntries
 from kvcompress.scoring.selection import top_indices
 from kvcompress.scoring.windows import window_attention
 from tests.support.examples import examples
@@ -50,3 +51,11 @@ def test_top_indices_are_the_best_real_columns_the_latest_among_equals(rows, see
             real = range(columns - length, columns)
             best = sorted(real, key=lambda c: (scores[row, head, c].item(), c))[-budget:]
             assert kept[row, head].tolist() == [-1] * (max(budgets) - budget) + sorted(best)
+
+
+def test_pads_of_a_later_prompt_are_known_also_in_a_batch_of_one():
+    queries = torch.zeros(1, 4, 6, 8)
+    queries[:, :, :2] = torch.nan
+    stored = StoredEntries(torch.arange(9).expand(1, 2, 9), 9, (9,))
+    view = LayerView(0, 1, [9], [5], 1.0, stored=stored)
+    assert view.real_queries(queries, 5).flatten().tolist() == [False, True, True, True, True]

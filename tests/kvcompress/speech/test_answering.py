@@ -104,7 +104,7 @@ def test_times_follow_the_order_of_the_work(omni, omni_inputs):
 
 
 def test_every_time_is_taken_when_the_device_is_done(omni, omni_inputs):
-    with synchronised_reads(measure, answering) as reads:
+    with synchronised_reads(measure) as reads:
         answered(omni, omni_inputs)
     assert {read.rpartition(":")[0] for read in reads} == {measure.__name__, answering.__name__}
 

@@ -98,6 +98,7 @@ def nothing_loads(monkeypatch):
         (["kvzipp", "MODEL"], "METHOD: invalid choice: 'kvzipp'"),
         (["kvzap", "MODEL", "epoch=3"], "training kvzap has no option 'epoch' (did you mean 'epochs'?)"),
         (["kvzap", "MODEL", "epochs"], "'epochs' is not OPTION=VALUE"),
+        (["kvzap", "MODEL", "pieces=2", "pieces=3"], "pieces= is given twice"),
         (["kvzap", "MODEL", "epochs=0"], "training kvzap: option 'epochs' is '0': "),
         (["kvzap", "MODEL", "kind=tree"], "training kvzap: option 'kind' is 'tree': "),
         (["kvzap", "MODEL", "rate=nan"], "training kvzap: option 'rate' is 'nan': "),
@@ -202,18 +203,19 @@ def test_steps_are_not_continued_with_other_options_but_what_was_read_may_be(
     tiny, text, tmp_path, monkeypatch, capsys, reads
 ):
     argv = ["train", "kvzap", tiny, *SMALL["kvzap"], "--text", str(text), "--out", str(tmp_path / "out")]
+    others = [word.replace("hidden=4", "hidden=5") for word in argv]
     with monkeypatch.context() as patch:
         cut_at(patch, 3)
         with pytest.raises(Cut):
             main(argv)
-    assert main([*argv, "hidden=5"]) == 2
+    assert main(others) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "other settings (hidden): " in error
     assert error.endswith("or remove 'descent.pt' in it, which keeps what was read")
     (tmp_path / "out.state" / "descent.pt").unlink()
-    assert main([*argv, "tokens=40", "hidden=5"]) == 2
+    assert main([word.replace("tokens=50", "tokens=40") for word in others]) == 2
     assert "other settings (tokens, hidden): " in capsys.readouterr().err
-    assert main([*argv, "hidden=5"]) == 0
+    assert main(others) == 0
     assert len(reads) == 4
     assert weights_in("kvzap", tmp_path / "out")["0.0.bias"].shape == (5,)
 

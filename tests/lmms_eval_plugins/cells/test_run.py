@@ -7,6 +7,7 @@ import lmms_eval.evaluator
 import torch
 from transformers import LlamaConfig
 
+from lmms_eval_plugins.cells import cell_log
 from lmms_eval_plugins.cells.run import as_one_process, environment, metric_tokens, run_lmms_eval
 from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.model.arguments import ModelArguments
@@ -61,6 +62,10 @@ def test_a_tensor_parallel_models_ranks_are_not_shared_out(monkeypatch):
     with as_one_process():
         assert not {"RANK", "WORLD_SIZE"} & set(os.environ)
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")
+    monkeypatch.delenv("RANK")
+    with as_one_process():  # scoring stored answers needs no second process
+        assert "WORLD_SIZE" not in os.environ
+    assert "RANK" not in os.environ
 
 
 def test_a_run_that_nobody_started_several_of_is_one_process(monkeypatch):
@@ -70,3 +75,12 @@ def test_a_run_that_nobody_started_several_of_is_one_process(monkeypatch):
     assert environment(lm)["processes"] == 1
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert environment(lm)["processes"] == 3
+
+
+def test_wandbs_table_of_samples_has_every_score_that_any_question_has(monkeypatch):
+    scores = [{"present": 1.0}, {"absent": 0.0}]
+    samples = [{"task": "t", "doc_id": number, **score} for number, score in enumerate(scores)]
+    monkeypatch.setattr(cell_log, "read_samples", lambda folder: samples)
+    table = cell_log._samples(SimpleNamespace(folder=None))
+    assert table.columns == ["task", "doc_id", "input", "target", "filtered_resps", "present", "absent"]
+    assert [row[-2:] for row in table.data] == [[1.0, None], [None, 0.0]]

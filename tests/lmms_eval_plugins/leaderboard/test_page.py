@@ -94,6 +94,16 @@ def test_the_plot_of_the_best_counts_neither_the_full_cache_nor_hindsight_as_met
     page.close()
 
 
+def test_where_less_is_better_the_lowest_score_comes_first(browser, tmp_path):
+    for method, ratio, answers in (("full", 1.0, "abcd"), ("knorm", 0.5, "abxx"), ("snapkv", 0.5, "abcx")):
+        write_answers(tmp_path, "letters", method, ratio, answers, protocol=SCOPE, is_lower_better=True)
+    assert main([str(tmp_path), "--out", str(tmp_path / "a.html")]) == 0
+    page, _, _ = opened(browser, tmp_path / "a.html")
+    assert [name.split("\n")[0] for name in rows(page)] == ["knorm", "snapkv", "full"]
+    assert page.evaluate("onFront(group.cells, (cell) => 1 / cell.ratio).map(({method}) => method)") == ["knorm"]
+    page.close()
+
+
 TOO_WIDE = "(box => box.scrollWidth - box.clientWidth)(document.querySelector('.scroll'))"  # pixels of the table
 
 

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoProcessor, AutoTokenizer
 
 from kvcompress import KVCompressError
-from lmms_eval_plugins.model.arguments import ModelArguments
+from lmms_eval_plugins.cells.run import load_model
+from lmms_eval_plugins.model.arguments import ModelArguments, model_arguments
 from lmms_eval_plugins.model.loading import device_of
 from tests.support.checkpoints import load_lm, save_checkpoint
 
@@ -36,6 +37,11 @@ def test_an_argument_that_a_model_has_no_use_for_is_an_error(model, arguments, s
 
 def test_an_argument_that_says_what_the_model_does_is_accepted():
     load_lm(mm_spatial_pool_stride=2)
+
+
+def test_an_evaluation_refuses_it_too(checkpoint):
+    with pytest.raises(KVCompressError, match="mm_spatial_pool_stride has no meaning"):
+        load_model(model_arguments(pretrained=checkpoint("qwen2-vl"), device="cpu", mm_spatial_pool_stride=2))
 
 
 def test_a_model_without_chat_template_is_an_error_that_says_what_to_give(checkpoint, tmp_path):

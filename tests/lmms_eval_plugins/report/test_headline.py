@@ -1,6 +1,5 @@
 """Which number represents a cell, and over which questions."""
 
-import json
 import math
 
 import pytest
@@ -69,11 +68,7 @@ def test_the_first_in_the_tasks_list_is_taken_not_the_first_that_a_question_retu
 
 def test_a_metric_of_which_less_is_better_says_so_and_its_lowest_score_is_the_best(tmp_path, capsys):
     for method, ratio, answers in (("full", 1.0, "abcd"), ("knorm", 0.5, "abxx"), ("snapkv", 0.5, "abcx")):
-        folder = write_answers(tmp_path, "one", method, ratio, answers)
-        (file,) = folder.glob(f"{method}-*/results.json")
-        content = json.loads(file.read_text())
-        content["configs"] = {"one": {"metric_list": [{"metric": "acc", "higher_is_better": False}]}}
-        file.write_text(json.dumps(content))
+        folder = write_answers(tmp_path, "one", method, ratio, answers, is_lower_better=True)
     (group,) = load_groups(tmp_path)
     assert set(group.frame["metric"]) == {"acc (lower is better)"}
     best = group.frame[best_of_sizes(group.frame, 100)]

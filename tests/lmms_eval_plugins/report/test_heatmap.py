@@ -30,7 +30,7 @@ def folder(tmp_path):
 def drawn(monkeypatch):
     """What is drawn; a figure takes long."""
     found = []
-    monkeypatch.setattr(heatmap, "draw", lambda table, x, y, title, metric, path: (found.append(table), path.touch()))
+    monkeypatch.setattr(heatmap, "draw", lambda table, *others: (found.append(table), others[-1].touch()))
     return found
 
 
@@ -169,7 +169,7 @@ def test_no_title_overlaps_another_and_nothing_leaves_the_canvas(tmp_path, figur
         for name in series for size in ("0.5", "0.2") for depth in (0.0, 1.0) for length in (4096, 8192)
     ]  # fmt: skip
     title = "a-task-of-a-long-name, a-model-of-a-long-name: " + ", ".join(series)
-    heatmap.draw(pd.DataFrame(rows), "length", "depth", title, metric, tmp_path / "heat.png")
+    heatmap.draw(pd.DataFrame(rows), "length", "depth", title, metric, 100, tmp_path / "heat.png")
     (figure,) = figures_not_rendered
     *panels, bar = [axis for axis in figure.axes if axis.axison]
     assert len(panels) == 12
@@ -188,7 +188,7 @@ def test_values_that_are_text_are_legible_beside_the_axes(tmp_path, figures_not_
         {"series": name, "size": "0.5", "kept": 0.5, "kind": kind, "other": other, "score": 0.5}
         for name in ("snapkv", "random") for kind in kinds for other in kinds
     ]  # fmt: skip
-    heatmap.draw(pd.DataFrame(rows), "kind", "other", "task, model", "acc", tmp_path / "heat.png")
+    heatmap.draw(pd.DataFrame(rows), "kind", "other", "task, model", "acc", 100, tmp_path / "heat.png")
     (figure,) = figures_not_rendered
     for panel in figure.axes[:2]:
         assert min(panel.bbox.width, panel.bbox.height) > 100  # pixels

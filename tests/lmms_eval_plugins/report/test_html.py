@@ -304,6 +304,17 @@ def test_of_the_scores_by_size_those_that_compare_are_the_best_also_of_budgets(b
     page.close()
 
 
+@pytest.mark.parametrize(("is_lower_better", "marks"), [(False, "✓✗"), (True, "✗✓")])
+def test_answers_are_right_where_the_metric_says_so(browser, tmp_path, is_lower_better, marks):
+    folder = write_answers(tmp_path, "t", "full", 1.0, "ax", truth="ab", is_lower_better=is_lower_better)
+    assert main(["report", str(folder), "--out", str(tmp_path)]) == 0
+    page, _, _ = opened(browser, tmp_path / "report.html")
+    assert "".join(page.locator("#sample-list .answer b").all_inner_texts()) == marks
+    page.select_option("#filter", "wrong")
+    assert page.locator("#sample-list .answer b").all_inner_texts() == ["✗"]
+    page.close()
+
+
 def test_the_page_reads_bits_as_python_packs_them(browser, report):
     page = browser.new_page()
     page.goto(f"file://{report / 'report.html'}")

@@ -8,6 +8,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from kvcompress.errors import KVCompressError
+from lmms_eval_plugins.cells import names
 from lmms_eval_plugins.evaluate import parse
 from lmms_eval_plugins.sweep import __main__ as command
 from lmms_eval_plugins.sweep.config import distribution, read_config
@@ -175,6 +176,12 @@ def test_trials_that_cannot_be_are_found_before_anything_runs(file, tmp_path):
     with pytest.raises(Exception, match="there is no method 'snapvk'"):
         check(method="snapvk")
     assert not (tmp_path / "results").exists()
+
+
+def test_a_sweep_may_be_of_tasks_of_lm_evaluation_harness(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(names, "lm_eval_folder", lambda: tmp_path)
+    monkeypatch.setattr(names, "lm_eval_tasks", lambda: {"niah_single_1": ("task", tmp_path)})
+    check_trials(read_config(file(), {"task": "niah_single_1"}), tmp_path)
 
 
 def test_parameters_become_the_arguments_of_the_evaluation_command(tmp_path):

@@ -1,7 +1,7 @@
 "use strict";
 // Shared by the pages: small helpers, a sortable table, a plot, a legend. Each page sets `group`, the data it shows
-// (`cells`, the names of their `series` with their `labels`, `metric` and its `scale`), and defines `barOf`, which
-// returns both ends of a cell's error bar (null for none), and `errorText`, which returns them as text.
+// (`cells`, the names of their `series` with their `labels`, `metric`, its `scale` and `is_lower_better`), and defines
+// `barOf`, which returns both ends of a cell's error bar (null for none), and `errorText`, which returns them as text.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const MANY = 12; // with more methods, only those on a front are coloured
@@ -46,6 +46,8 @@ function bytes(value) {
   }
   return value.toFixed(2) + " GiB";
 }
+// Scores where more is better: 1 is right, 0 is wrong.
+const rightness = (score) => (group.is_lower_better ? 1 - score : score);
 const scoreText = (cell) => (cell.score === null ? "-" : (group.scale * cell.score).toFixed(1));
 // The method's name alone where it identifies the series.
 const label = (series) => group.labels.get(series);
@@ -73,8 +75,8 @@ const named = (series) => make("span", { className: "series" }, dot(series), mak
 // none.
 function onFront(cells, gain) {
   const front = [];
-  for (const cell of cells.filter(({ method }) => method !== "hindsight").sort((a, b) => b.score - a.score || gain(b) - gain(a))) {
-    const beaten = (other) => (other.score > cell.score ? gain(other) >= gain(cell) * (1 - SAME) : gain(other) * (1 - SAME) > gain(cell));
+  for (const cell of cells.filter(({ method }) => method !== "hindsight").sort((a, b) => rightness(b.score) - rightness(a.score) || gain(b) - gain(a))) {
+    const beaten = (other) => (rightness(other.score) > rightness(cell.score) ? gain(other) >= gain(cell) * (1 - SAME) : gain(other) * (1 - SAME) > gain(cell));
     if (!front.some(beaten)) front.push(cell);
   }
   return front;

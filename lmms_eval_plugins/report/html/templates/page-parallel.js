@@ -49,9 +49,9 @@ function drawParallel() {
     return !part || (place(value(cell)) >= part[0] && place(value(cell)) <= part[1]);
   });
   const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "all settings and measurements of each cell" });
-  const best = Math.max(...cells.map((cell) => cell.score)), worst = Math.min(...cells.map((cell) => cell.score));
-  for (const cell of [...cells].sort((a, b) => a.score - b.score)) {
-    const share = best > worst ? (cell.score - worst) / (best - worst) : 1, chosen = isChosen(cell);
+  const scores = cells.map((cell) => rightness(cell.score)), best = Math.max(...scores), worst = Math.min(...scores);
+  for (const cell of [...cells].sort((a, b) => rightness(a.score) - rightness(b.score))) {
+    const share = best > worst ? (rightness(cell.score) - worst) / (best - worst) : 1, chosen = isChosen(cell);
     const stroke = `color-mix(in oklch, #0072b2 ${(100 * share).toFixed(0)}%, #e69f00)`;
     const points = all.map(({ value, place }, number) => `${along(number)},${up(place(value(cell)))}`).join(" ");
     const line = svg("polyline", { class: chosen ? "cell" : "cell unchosen", points, fill: "none", stroke: chosen ? stroke : ink("--line"), "stroke-width": cells.length > 40 ? 1.1 : 1.8, opacity: chosen && cells.length > 40 && !parts.size ? 0.55 : 1 });

@@ -236,7 +236,7 @@ function paint(canvas, drawn, layout, views, share) {
 }
 
 function verdict(text, score, differs) {
-  const kind = score === null ? "" : score >= 0.999 ? "good" : score <= 0.001 ? "bad" : "part";
+  const kind = score === null ? "" : rightness(score) >= 0.999 ? "good" : rightness(score) <= 0.001 ? "bad" : "part";
   const mark = { good: "✓", bad: "✗", part: "◐", "": "" }[kind];
   return make("span", { className: `answer ${kind}${differs ? " other" : ""}`, title: differs ? "differs from the full cache's answer" : "" }, mark ? make("b", { textContent: mark }) : null, text === null ? "-" : text || "(empty)");
 }
@@ -307,10 +307,10 @@ function differing(question, indices) {
 function passes(question, indices) {
   const wanted = $("filter").value, search = $("search").value.trim().toLowerCase();
   const full = group.cells[0].method === "full";
-  const wrong = indices.filter((index) => question.s[index] !== null && question.s[index] < 0.999);
+  const wrong = indices.filter((index) => question.s[index] !== null && rightness(question.s[index]) < 0.999);
   if (wanted === "differs" && !(full && differing(question, indices).length)) return false;
   if (wanted === "wrong" && !wrong.length) return false;
-  if (wanted === "lost" && !(full && question.s[0] >= 0.999 && wrong.length)) return false;
+  if (wanted === "lost" && !(full && question.s[0] !== null && rightness(question.s[0]) >= 0.999 && wrong.length)) return false;
   if (wanted === "image" && !group.overlays[question.key]) return false;
   const text = [question.q, question.gold, ...indices.map((index) => question.a[index] ?? "")].join("\n").toLowerCase();
   return !search || text.includes(search);
