@@ -175,12 +175,9 @@ class Choice(LayerPolicy):
         seen: int,
         budgets: list[int],
         states: States,
-        has_no_pads: bool = False,
-        reading: bool = False,
         stays: list[bool] | None = None,
         own: list[int] | None = None,
-        row_layers: tuple[RowLayer, ...] = (),
-        **vision: object,
+        **further: object,
     ) -> Kept:
         """Choose among stored and newer entries.
 
@@ -190,12 +187,9 @@ class Choice(LayerPolicy):
             seen: columns of the sequence so far.
             budgets: entries to keep, as a mean over the layers.
             states: with all remembered queries, or a chunk's.
-            has_no_pads: as in `Memory`; if it is False and `Kept.held` unknown, pads are counted, which waits for the
-                device.
-            reading: as in `StoredEntries`.
             stays: the rows that keep everything, whatever their budget.
             own: each row's entries in its own layer, if rows belong to different ones, `row_layers`.
-            vision: fields of `LayerView` about vision tokens.
+            further: further arguments of `_stored`.
 
         Returns:
             The entries that the cluster keeps. If it keeps everything, these are the entries of `kept` with their new
@@ -204,7 +198,7 @@ class Choice(LayerPolicy):
         lengths = memory.log.lengths_at(seen)
         # Layers share a row's budget by its tokens, which are the same for all, not by the entries that each holds.
         own = own or self.own_budgets(budgets, lengths, memory.log)
-        kept, view = self._stored(kept, memory, seen, budgets, states, has_no_pads, reading, row_layers, **vision)
+        kept, view = self._stored(kept, memory, seen, budgets, states, **further)
         held, entries = kept.held, [max(of_heads) for of_heads in kept.held]
         budgets = [
             most if all_stay else min(share, most)
@@ -214,7 +208,7 @@ class Choice(LayerPolicy):
         if budgets == entries:
             return self._all_of(kept, view)
         voters = states.queries
-        if voters is not None and not (reading and self.policy.cluster.unrotated_queries):
+        if voters is not None and not (view.stored.reading and self.policy.cluster.unrotated_queries):
             voters = self.voters(voters)  # of a chunk, statistics of unrotated queries are of all, as in a first chunk
         result = self._chosen(voters, kept.keys, kept.values, view)
         if self._fills_all_slots(view):
@@ -226,7 +220,8 @@ class Choice(LayerPolicy):
         """Add to the sums of the stored entries what the tokens since the latest eviction add, for a later prompt."""
         kept, lengths = replace(memory.kept(), held=memory.storage.held()), memory.log.lengths_at(memory.seen)
         states = replace(states, queries=torch.cat(memory.latest_queries, dim=2))
-        memory.sums = self._stored(kept, memory, memory.seen, lengths, states, memory.has_no_pads)[0].sums
+        kept, _ = self._stored(kept, memory, memory.seen, lengths, states, memory.has_no_pads)
+        memory.sums = kept.sums
         memory.decoded, memory.latest_queries = 0, []
 
     def _stored(
@@ -236,12 +231,19 @@ class Choice(LayerPolicy):
         seen: int,
         budgets: list[int],
         states: States,
-        has_no_pads: bool,
+        has_no_pads: bool = False,
         reading: bool = False,
         row_layers: tuple[RowLayer, ...] = (),
         **vision: object,
     ) -> tuple[Kept, LayerView]:
-        """Return entries with `Kept.held` and their present sums, and a view of them. Arguments as in `reduce`."""
+        """Return entries with `Kept.held` and their present sums, and a view of them.
+
+        Args, beside those of `reduce`:
+            has_no_pads: as in `Memory`; if it is False and `Kept.held` unknown, pads are counted, which waits for the
+                device.
+            reading: as in `StoredEntries`.
+            row_layers, vision: fields of `LayerView`; the latter about vision tokens.
+        """
         log, (rows, kv_heads, slots) = memory.log, kept.indices.shape
         lengths, held, padding = log.lengths_at(seen), kept.held, None
         if held is not None:

@@ -122,6 +122,15 @@ def test_layers_are_evicted_from_at_once_up_to_a_number_of_bytes():
     assert assert_same(case, of_two - 1, **EVICTING) == []
 
 
+def test_a_method_that_compares_heads_counts_what_it_needs_for_each_token_so_far(monkeypatch):
+    case = case_of("kvcompose", (40,))
+    counted = [nbytes[2] for nbytes in assert_same(case, **EVICTING)]
+    monkeypatch.setattr(type(make_policy("kvcompose", 0.5).cluster), "mixes_heads", False)
+    entries_alone = [nbytes[2] for nbytes in assert_same(case, **EVICTING)]
+    of_tokens = [all_ - some for all_, some in zip(counted, entries_alone, strict=True)]
+    assert of_tokens == [3 * 2 * 12 * seen for seen in (43, 46)]  # three layers of two heads
+
+
 def test_entries_in_cpu_memory_are_evicted_from_layer_by_layer():
     assert assert_same(case_of("snapkv", (40,)), **EVICTING, cache_implementation="offloaded") == []
 
