@@ -334,9 +334,8 @@ def report(
         ]
         for ratio, methods in asked_again(tasks, answers).items():
             rows = rows_of(fresh_tasks, fresh_answers, ratio)
-            shown = {name: row for name, row in rows.items() if name in (*RULERS, "snapkv", *methods)}
-            if methods[0] in shown:
-                parts += [f"### {ratio:.0%} kept", ratio_table(shown, names, tokens * token_bytes, methods[0])]
+            if methods[0] in rows:
+                parts += [f"### {ratio:.0%} kept", ratio_table(rows, names, tokens * token_bytes, methods[0])]
     refused: dict[str, set[str]] = {}
     for task in tasks:
         for cell in cells_of(task, list(kvcompress.list_methods())):
