@@ -47,7 +47,7 @@ AS_ARGUMENTS = {
     "apply_chat_template": "chat_template",
 }
 
-# In the demo only 13 to 18 text tokens follow the image, so SnapKV's usual window of 32 would reach into the image;
+# In the demo only about 25 text tokens follow the image, so SnapKV's usual window of 32 would reach into the image;
 # 8 does not. Batches of 4 take half the time of single questions and give the same answers.
 DEMO = ["tiny_textvqa", "tiny", "full,streamingllm,snapkv,random", "0.5,0.2,0.1,0.05"]
 DEMO_LIMIT = 250

@@ -54,7 +54,7 @@ def test_with_neither_part_it_decodes_as_the_full_cache_under_a_mask_that_hides_
 @given(data=st.data())
 def test_storages_heads_and_batches_do_not_change_the_logits(family, data):
     case, asked = data.draw(cases(family, METHOD)), drawn_options(data)
-    with case.compress(**asked) as session:
+    with case.compress(**asked):
         tokens, expected = generate(case.model, case.inputs, NEW)
     for storage in STORAGES[1:]:
         with case.compress(**asked, **storage):
@@ -64,7 +64,6 @@ def test_storages_heads_and_batches_do_not_change_the_logits(family, data):
         with case.compress(**asked):
             _, logits = generate(case.model, case.family.solo(case.inputs, 0), NEW, forced=tokens[:1])
         torch.testing.assert_close(logits[0], expected[0], atol=1e-3, rtol=0)
-    assert session.cache.nbytes > 0
 
 
 @pytest.mark.parametrize(("family", "heads"), [("qwen2", "uniform"), ("llava-onevision", "adaptive")])
