@@ -151,6 +151,7 @@ def test_second_prompts_beams_and_files_keep_the_biases(tmp_path):
     inputs, more = QWEN2.inputs(model, [40, 23]), QWEN2.inputs(model, [12, 12], seed=1)
     with kvcompress.compress(model, METHOD, 0.3, head_budget="adaptive") as session:
         tokens, _ = generate(model, inputs, NEW)
+        biases = [layer.storage.read()[0][..., -1].clone() for layer in session.cache.compressed_layers]
         session.cache.save(tmp_path / "cache")
         loaded = kvcompress.CompressedCache.load(tmp_path / "cache", model)
         ids = torch.cat([inputs["input_ids"], tokens, more["input_ids"]], 1)
@@ -160,8 +161,13 @@ def test_second_prompts_beams_and_files_keep_the_biases(tmp_path):
         for cache in (session.cache, loaded):
             with session.reuse(cache):
                 answers.append(generate(model, second, NEW, past_key_values=cache)[1])
-        model.generate(**inputs, max_new_tokens=NEW, num_beams=2, do_sample=False)
+            for layer, known in zip(cache.compressed_layers, biases, strict=True):
+                assert torch.equal(layer.storage.read()[0][..., -1], known)
+        beams = {"max_new_tokens": NEW, "num_beams": 2, "do_sample": False}
+        found = model.generate(**inputs, **beams)[:, inputs["input_ids"].shape[1] :]
+        alone = [model.generate(**QWEN2.solo(inputs, row), **beams)[0, -NEW:] for row in range(2)]
     assert torch.equal(*answers)
+    assert torch.equal(found, torch.stack(alone))
 
 
 def test_requests_in_flight_and_known_prefixes_are_as_alone():

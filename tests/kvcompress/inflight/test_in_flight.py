@@ -372,9 +372,16 @@ def test_where_memory_does_not_suffice_the_slots_are_halved_and_no_token_changes
     model, requests, expected = answered
     memory, target = OutOfMemory(*at), f"kvcompress.inflight.{name}"
     monkeypatch.setattr(target, memory.failing(pkgutil.resolve_name(target)))
+    heard = [[] for _ in requests]
+    listening = [
+        Request(one, on_tokens=lambda tokens, of_one=of_one: of_one.append(list(tokens)))
+        for one, of_one in zip(requests, heard, strict=True)
+    ]
     with kvcompress.compress(model, "snapkv", 0.3, **EVICTING) as session:
-        run = session.generate_many(requests, slots=4, max_new_tokens=10, do_sample=False)
+        run = session.generate_many(listening, slots=4, max_new_tokens=10, do_sample=False)
         found = {answer.index: answer.tokens.tolist() for answer in run}
+    for of_one, tokens in zip(heard, expected, strict=True):  # a request without its slot begins again
+        assert of_one[-len(tokens) :] == [tokens[: n + 1] for n in range(len(tokens))]
     assert memory.calls > max(at)
     assert run.halved == len(at)
     assert run.tokens == sum(map(len, expected))  # those of a lost slot do not count twice
