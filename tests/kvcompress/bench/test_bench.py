@@ -269,7 +269,7 @@ def test_a_compiled_static_cache_is_freed_when_its_turns_are_over():
 
 def test_a_contender_that_runs_out_of_memory_leaves_the_others_in_the_race(monkeypatch):
     log, released = [], []
-    monkeypatch.setattr(grid, "release", lambda: released.append(log[-1]))
+    monkeypatch.setattr(grid, "release_memory", lambda: released.append(log[-1]))
     taking_part = {"a": Scripted("a", log), "b": Scripted("b", log, fails_at=2)}
     taken = grid.measure_cell(taking_part, Workload(8, 1, 1, "wall"), 2)
     assert taken["b"] == {"error": "out of memory"}
@@ -597,10 +597,10 @@ def test_a_call_is_timed_from_an_idle_device_to_an_idle_device(monkeypatch):
 
 def test_what_an_earlier_turn_left_does_not_count_against_a_batch(monkeypatch):
     log = []
-    monkeypatch.setattr(grid, "release", lambda: log.append("release"))
+    monkeypatch.setattr(grid, "release_memory", lambda: log.append("freed"))
     monkeypatch.setattr(grid, "attempt", lambda *given: log.append("attempt"))
     assert not grid.decodes(Scripted("a", []), None)
-    assert log == ["release", "attempt"]
+    assert log == ["freed", "attempt"]
 
 
 def test_shapes_are_models_or_paths():
