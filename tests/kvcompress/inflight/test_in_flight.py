@@ -219,6 +219,7 @@ def test_an_answer_is_as_long_as_its_request_says_or_else_the_run_or_else_the_se
     own = [Request(inputs, way) for way in ways.values()]
     assert lengths(inputs, *own) == [7, *ways]
     assert lengths(inputs, *own, max_new_tokens=6) == [6, *ways]
+    assert lengths(inputs, *own, generation_config=GenerationConfig(max_new_tokens=6)) == [6, *ways]
     for most, way in ways.items():
         assert lengths(inputs, **way) == [most]
 
