@@ -116,6 +116,7 @@ def run(plan: Plan, argv: list[str]) -> int:
             with failures.noted(job.cell.task):
                 score_again(job, kept[job.folder])
                 log(job)
+                failures.working.add(job.cell.task)
     if unanswered := [job for job in pending if job.folder not in kept and job.cell.task not in failures.reasons]:
         from .report.significance import power_line
 
@@ -135,6 +136,8 @@ def run(plan: Plan, argv: list[str]) -> int:
                 show_config(job.folder)
     failures.raise_all()
     log.check()
+    if rank() == 0 and jobs and not complete:
+        raise EvaluationFailed("none of the methods supports these prompts: there are no results")
     return 0
 
 
