@@ -59,10 +59,10 @@ def evaluate_cells(
             task = job.cell.task
             say(measured_line(lm, job, sum(other.cell.task == task for other in jobs)))
         grid.begin(number, job.name)
-        if task not in failures.reasons:
+        if task not in failures.reasons and f"{task}/{job.name}" not in failures.left_out:
             with (
                 failures.noted(task, cell=f"{task}/{job.name}"),
-                left_out_of_a_group(job.name, job.cell.method in job.plan.of_groups),
+                left_out_of_a_group(task, job.name, job.cell.method in job.plan.of_groups),
             ):
                 evaluate_cell(lm, job)
                 finished(job)
