@@ -76,14 +76,18 @@ class Row:
         return self.p_value < ALPHA
 
 
-def rows_of(asked: dict[tuple[str, str], list[Cell]], tasks: list[Task], answers: Answers) -> tuple[float, list[Row]]:
-    """Return SnapKV's score in percent and the rows of the values that answered everything."""
+def rows_of(
+    asked: dict[tuple[str, str], list[Cell]], tasks: list[Task], answers: Answers
+) -> tuple[float, list[Row]] | None:
+    """Return SnapKV's score in percent and the rows of the values that answered everything; None if there are none."""
     scores = {}
     for key, own in asked.items():
         by_ratio = [[answers.of(of_task(cell, task), task.questions) for cell in own] for task in tasks]
         if all(len(one) == task.questions for task, each in zip(tasks, by_ratio, strict=True) for one in each):
             scores[key] = np.concatenate([np.mean(each, axis=0) for each in by_ratio])
-    base = scores.pop(("", ""))
+    base = scores.pop(("", ""), None)
+    if base is None or not scores:
+        return None
     found = {key: paired_test(own, base) for key, own in scores.items()}
     corrected = holm([one.p_value for one in found.values()])
     rows = [
@@ -161,7 +165,8 @@ def main(argv: list[str]) -> None:
         if is_asked:
             for task in tasks:
                 compute(task, [of_task(cell, task) for own in asked.values() for cell in own], answers)
-        found[name] = rows_of(asked, tasks, answers)
+        if (rows := rows_of(asked, tasks, answers)) is not None:
+            found[name] = rows
     if found:
         publish(given.out / "ablation.md", report(found))
         draw(found, given.figure)

@@ -1,5 +1,6 @@
 """Device helpers: copy numbers to a device and back, wait for it, and read its peak memory."""
 
+import gc
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
@@ -109,6 +110,12 @@ def now(device: torch.device) -> float:
     """Return `time.perf_counter()` once all work given to the device is done."""
     synchronise(device)
     return time.perf_counter()
+
+
+def release_memory() -> None:
+    """Collect garbage, and give back what the CUDA allocator holds unused."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -118,6 +118,9 @@ def draw(seed: int, index: int) -> dict[str, Any]:
     return config
 
 
+TIED_IN_BATCHES = TIED | {"defensivekv"}
+
+
 def of_rows(
     family: str, lengths: list[int], method: str, images: list[int] | None = None, seed: int = 0, **options: Any
 ) -> dict[str, Any]:
@@ -196,8 +199,12 @@ def check_protected(config: dict[str, Any], model: torch.nn.Module, inputs: dict
                         assert of_prompt <= kept, "a token of the prompt was evicted with the answer"
 
 
-def check(config: dict[str, Any]) -> None:
-    """Raises AssertionError for a wrong result, KVCompressError where the configuration is refused."""
+def check(config: dict[str, Any], has_ties: bool | None = None) -> set[str]:
+    """Return what the answers were compared with: a `mask`, each of the `rows` alone, `second prompts`, `in flight`.
+
+    `has_ties`: scores may be equal, and rounding decides otherwise in a batch, so only the mask is a reference; None:
+    by the method. Raises AssertionError for a wrong result, KVCompressError where the configuration is refused."""
+    compared = set()
     family = FAMILIES[config["family"]]
     model = family.build(3, *config["heads"])
     inputs = family.inputs(model, config["lengths"], config["images"], config["seed"])
@@ -220,6 +227,7 @@ def check(config: dict[str, Any]) -> None:
         with only_attending_to(model, history):
             _, expected = generate(model, inputs, NEW, forced=tokens)
         torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+        compared.add("mask")
 
     # Equal tokens have equal key norms (knorm, cur) and, in the first layer, values (infinipot-v, vnorm; defensivekv,
     # which lifts the risks of many keys to the same one) and keys before RoPE (leverage); two keys are equally like
@@ -227,12 +235,14 @@ def check(config: dict[str, Any]) -> None:
     # chunk, of a decode budget of one or of a second prompt, whose standardised scores are 1 and -1 (triattention).
     has_pairs = "prefill_chunk" in options or (policy.decode is not None and policy.decode(min(config["lengths"])) < 2)
     has_pairs |= 1 in (config.get("more") or [])  # behind the answer's last token
-    tied = TIED | {"defensivekv"} | ({"triattention"} if has_pairs else set())
-    if tied & {config["method"], config["options"].get("scorer")} or not exact:
-        return
-    for row, length in enumerate(inputs["attention_mask"].sum(1).tolist()):
-        if len(config["lengths"]) == 1:
-            break
+    tied = TIED_IN_BATCHES | ({"triattention"} if has_pairs else set())
+    if has_ties is None:
+        has_ties = bool(tied & {config["method"], config["options"].get("scorer")})
+    if has_ties or not exact:
+        return compared
+    lengths = inputs["attention_mask"].sum(1).tolist()
+    for row, length in enumerate(lengths if len(lengths) > 1 else []):
+        compared.add("rows")
         _, alone, solo = answer(model, family.solo(inputs, row), config, tokens[row : row + 1])
         torch.testing.assert_close(logits[row], alone[0], atol=TOLERANCE, rtol=0)
         for seen, layers in history.items():
@@ -245,6 +255,7 @@ def check(config: dict[str, Any]) -> None:
             of_row = [tokens[row : row + 1] for tokens in forced]
             _, alone = two_turns(model, family.solo(inputs, row), config, more[row : row + 1], of_row)
             torch.testing.assert_close(logits[row], alone[0], atol=TOLERANCE, rtol=0)
+        compared.add("second prompts")
     if config.get("slots"):
         options = dict(config["options"])
         kind = options.pop("cache_implementation", "dynamic")
@@ -254,6 +265,8 @@ def check(config: dict[str, Any]) -> None:
         new = [NEW - 2 * row for row in range(len(requests))]
         how = (config["slots"], TOLERANCE, config.get("prefill_tokens"))
         check_in_flight(model, requests, new, config["method"], *how, tokenizer=OneLetterPerToken(), **options)
+        compared.add("in flight")
+    return compared
 
 
 def outcome(config: dict[str, Any]) -> dict[str, str]:

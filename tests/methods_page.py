@@ -69,8 +69,8 @@ INTRODUCTION = """\
 <!-- The whole page is made by `python -m tests.methods_page`; edit that file, or a method's own. -->
 # Methods
 
-Each method has a page with what it keeps, its options and presets, its accuracy, and how it differs from its paper and
-from the authors' code. Every KV method also takes the engine's options, such as `head_budget=` and `merge=`
+Each method has a page with what it keeps, its options and presets, for most its accuracy, and how it differs from its
+paper and from the authors' code. Every KV method also takes the engine's options, such as `head_budget=` and `merge=`
 ([model-args.md](model-args.md)). Which one to use: [methods-compared.md](methods-compared.md). In Python,
 `kvcompress.list_methods()` returns this list.
 

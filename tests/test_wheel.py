@@ -87,7 +87,11 @@ def test_the_source_distribution_holds_what_the_wheel_is_made_of(dist):
     with tarfile.open(archive) as source:
         names = {name.partition("/")[2] for name in source.getnames()}
     tracked = subprocess.run(
-        ["git", "ls-files", "kvcompress", "lmms_eval_plugins", "configs"], cwd=ROOT, capture_output=True, text=True
+        ["git", "ls-files", "kvcompress", "lmms_eval_plugins", "configs"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     missing = {name for name in tracked.stdout.splitlines() if name not in names}
     assert not {name for name in missing if not name.startswith("configs/") and name != "lmms_eval_plugins/configs"}

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..device import release_memory
 from .contenders import Contender, Workload
 from .results import Results, say
 from .timing import CLOCKS, synchronise
@@ -30,7 +31,7 @@ def measure_cell(contenders: dict[str, Contender], workload: Workload, repeats: 
     for name in apart:
         _take_turns(contenders, [name], workload, repeats, taken)
         contenders[name].let_go()
-        release()
+        release_memory()
     return taken
 
 
@@ -69,14 +70,8 @@ def attempt(call: Callable[[], T]) -> T | None:
         return call()
     except torch.OutOfMemoryError:
         pass  # the exception holds on to the tensors until here
-    release()
+    release_memory()
     return None
-
-
-def release() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def copy_bandwidth(device: torch.device, nbytes: int | None = None, clock: str = "wall") -> float:
@@ -109,7 +104,7 @@ def largest_batch(fits: Callable[[int], bool]) -> int:
 
 def decodes(contender: Contender, workload: Workload) -> bool:
     """Return whether a turn fits into memory, after freeing what earlier turns left."""
-    release()
+    release_memory()
     return attempt(partial(contender.turn, workload)) is not None
 
 

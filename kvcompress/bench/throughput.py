@@ -16,6 +16,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from .. import paged
 from ..cache.layer import nbytes_of
 from ..cache_name import CACHE
+from ..device import release_memory
 from ..errors import KVCompressError, loading
 from ..hooks.session import compress
 from ..inflight.loop import check_storage
@@ -23,7 +24,6 @@ from ..inflight.request import Request
 from ..policy.conflicts import PAGES, check_conflicts
 from ..policy.make import make_policy
 from .contenders import MethodSpec
-from .grid import release
 from .results import Results, about, check_files, page, settle, stored_setting
 from .shapes import source
 from .standalone import CLOCKS, load, prompt_ids, read_prompt
@@ -176,7 +176,9 @@ class InSlots:
                 if CLOCKS[clock]() - start > seconds:
                     break
             passed = CLOCKS[clock]() - start
-        return Served(passed, answers, run.tokens, run.steps, run.slots, run.peak_kv_bytes)
+            served = Served(passed, answers, run.tokens, run.steps, run.slots, run.peak_kv_bytes)
+            run.close()  # else its slots are there until cycles are collected
+        return served
 
 
 def sizes(method: MethodSpec, decode_budget: int) -> dict[str, Any]:
@@ -254,7 +256,7 @@ def measure(given: argparse.Namespace, arguments: list[str]) -> None:
             contender.serve(requests, kv_bytes, given.clock, 0)
         served = contender.serve(requests, kv_bytes, given.clock, 60 * given.minutes)
         results.add("served", {"name": contender.name, **asdict(served)})
-        release()
+        release_memory()
     results.report(markdown(results.content))
 
 

@@ -37,6 +37,7 @@ class LayerPolicy:
             merge=policy.chosen("merge"),
             merge_modality=engine.merge_modality,
             moves_keys=policy.moves_keys,
+            feeds_last_again=policy.feeds_last_again and engine.scope == "prompt",
             evicts_later=policy.decode is not None,
             groups=1 if policy.fair is None else 1 + len(policy.fair.parts),
         )

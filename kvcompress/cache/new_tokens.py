@@ -28,7 +28,7 @@ class NewTokens:
         vision: bool (batch, columns), True at vision tokens; None if only embeddings are known.
         vision_lengths: vision tokens in each row's context; empty if `vision` is None.
         context: leading real tokens of each row that are compressed; the rest, the question, is kept.
-        row_seeds: a checksum of each row's real tokens, or of its context's if that passes through the model first.
+        row_seeds: a checksum of each row's context, or of all its real tokens where it has none.
         frame_tokens: vision tokens per frame of each row, 0 if unknown, see `scoring.vision.frame_tokens`.
         question_lengths: `LayerView.question_lengths` of each row's context; empty if `vision` is None.
         source: if tokens were dropped before a layer, LongTensor (batch, left), the columns that reach the layer, -1
@@ -166,7 +166,7 @@ class NewTokens:
             raise KVCompressError("ratio_of='vision' and scope='context' need input_ids to find images and videos")
         context = _context_lengths(engine, is_first, lengths, vision)
         if ids is not None:
-            read = context if engine.scope == "context-first" and any(context) else lengths
+            read = [n or whole for n, whole in zip(context, lengths, strict=True)]  # the question steers no choice
             seeds = tuple(
                 zlib.crc32(row[columns - length : columns - length + some].tobytes())
                 for row, length, some in zip(ids.numpy(), lengths, read, strict=True)

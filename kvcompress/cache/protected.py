@@ -97,7 +97,8 @@ def protected_tokens(
     places = torch.arange(columns)
     counts, in_context = mask.sum(1).tolist(), (mask & (places < ends)).sum(1).tolist()
     for row, (length, protected) in enumerate(zip(context, in_context, strict=True)):
-        if length:
+        # Chunks of a later prompt share the budget of all tokens so far.
+        if length and (is_first or policy.engine.prefill_chunk is None):
             most = policy.budget(length)
             _check(policy, row, protected, most, f"the budget keeps {most}")
     protected = on_device(mask, device)
@@ -105,7 +106,7 @@ def protected_tokens(
     if spans.whole_prompt:
         kept = [length - scored + policy.budget(scored) for length, scored in zip(lengths, context, strict=True)]
         lasting = Protected(on_device(places >= begins, device), lengths, kept)
-    if policy.decode is not None:
+    if policy.decode is not None and is_first:  # later: `check_together`
         for row, (length, entries) in enumerate(zip(lengths, lasting.entries, strict=True)):
             most = policy.decode(length + policy.decode_interval)  # at the first eviction
             _check(policy, row, entries + 1, most, f"{most} stay while decoding, the latest among them")

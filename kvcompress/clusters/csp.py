@@ -79,8 +79,8 @@ class CSPKVCluster(KVCluster):
         first = top_indices(before, by_own, view.padding)
         chosen = torch.zeros(*keys.shape[:2], columns + 1, dtype=torch.bool, device=keys.device)
         chosen.scatter_(-1, first.masked_fill(first < 0, columns), True)  # unused slots: a column that is cut off
-        chosen = chosen[..., :columns]
-        return protect_recent(cross.masked_fill(chosen, float("inf")), stay)
+        above = cross.amax(-1, keepdim=True) + 1 + own  # what the first ranking chose, before all others
+        return protect_recent(torch.where(chosen[..., :columns], above, cross), stay)
 
 
 def votes(

@@ -40,12 +40,18 @@ def set_attention(config: PreTrainedConfig, name: str) -> None:
     config._attn_implementation = {"": name}
 
 
+def register(name: str, attention: Callable, base: str, mask: Callable | None = None) -> None:
+    """Register an attention implementation under the masks of another, `base`, or under `mask(that one, ...)`."""
+    AttentionInterface.register(name, attention)
+    if base in ALL_MASK_ATTENTION_FUNCTIONS:
+        masks = ALL_MASK_ATTENTION_FUNCTIONS[base]
+        AttentionMaskInterface.register(name, partial(mask, masks) if mask else masks)
+
+
 def register_attention(base: str) -> str:
     """Register the compressed form of the attention implementation `base` and return its name."""
     name = PREFIX + base
-    AttentionInterface.register(name, partial(compressed_attention, base))
-    if base in ALL_MASK_ATTENTION_FUNCTIONS:
-        AttentionMaskInterface.register(name, partial(prompt_mask, ALL_MASK_ATTENTION_FUNCTIONS[base]))
+    register(name, partial(compressed_attention, base), base, prompt_mask)
     return name
 
 

@@ -33,7 +33,8 @@ class PrefixCache:
     It serves any number of methods, generations and models, one after the other; only prompts of the same model in the
     same state (adapters, attention implementation, dtype) share. Nothing is shared if a method changes the prefill
     (token methods, methods that read the prompt twice or use hidden states, `prefill_chunk=`), in models with sliding
-    windows, while gradients are computed, or if logits of more than the last tokens are requested.
+    windows (but for the context of `scope="context-first"`), while gradients are computed, or if logits of more than
+    the last tokens are requested.
 
     Attributes:
         room: size in bytes.

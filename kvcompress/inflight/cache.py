@@ -6,7 +6,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from ..cache.cache import CompressedCache
 from ..cache.layer import CompressedLayer
 from ..cache.other_layers import layer_names
-from ..device import own_dtypes
+from ..device import on_device, own_dtypes
 from ..errors import KVCompressError
 from ..scoring.rotary import Rotary
 from .layer import DecodingLayer, SlidingSlotLayer, SlotLayer, Slots
@@ -86,12 +86,14 @@ class SlotCache(Cache):
         self._slots.seen = torch.zeros(slots, dtype=torch.long, device=self._device)
         self._slots.seen[: len(moves)] = torch.tensor(list(self.held.values()), dtype=torch.long)
         self._slots.active = torch.arange(slots, device=self._device) < len(moves)
+        if moves and (rotary := self._slots.rotary) is not None:  # for an eviction that is tried again
+            self._slots.rotary = rotary.rows(on_device(list(moves), rotary.cos.device))
 
-    def fill(self, slot: int, cache: CompressedCache, room: int) -> None:
-        """Move a compressed prompt into a slot. `sizes` must allow `room` new tokens."""
+    def fill(self, slot: int, cache: CompressedCache) -> None:
+        """Move a compressed prompt into a slot. `sizes` must allow its new tokens."""
         seen = cache.seen_tokens
         for layer, theirs, rows in zip(self.layers, cache.layers, self.sizes, strict=True):
-            layer.fill(slot, theirs, rows, room)
+            layer.fill(slot, theirs, rows)
         self.held[slot] = seen
         self._slots.seen[slot], self._slots.active[slot] = seen, True
 

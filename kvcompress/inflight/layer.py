@@ -124,7 +124,7 @@ class SlotLayer(DecodingLayer):
     def _knows_columns(self) -> bool:
         return self.policy.decode is not None or self._hiding is not None
 
-    def fill(self, slot: int, layer: CompressedLayer, rows: int, room: int) -> None:
+    def fill(self, slot: int, layer: CompressedLayer, rows: int) -> None:
         """Move a prompt's entries from `layer`. `rows` is the size of every slot, used for the first prompt."""
         memory = layer.memory
         kept = memory.kept()
@@ -133,10 +133,9 @@ class SlotLayer(DecodingLayer):
             self.storage = self._pool_type(kept, slots, rows, self._is_fixed, self._knows_columns)
             self.storage.steps = self._slots.steps
         if self.policy.decode is not None:
-            room = 0  # evictions make room
             self._remember(slot, memory.latest_queries)
-        self.storage.place([slot], kept, (kept.indices >= 0).sum(-1).tolist(), room)
-        memory.storage, memory.sums, memory.latest_queries = None, None, []
+        self.storage.place([slot], kept, (kept.indices >= 0).sum(-1).tolist())
+        memory.storage, memory.sums, memory.latest_queries, memory.answer_scores = None, None, [], None
         self._memories[slot] = memory
 
     def free(self, slot: int) -> None:
@@ -279,7 +278,7 @@ class SlotLayer(DecodingLayer):
             rows += SPARE * self.storage.heads
             self.storage = self.storage.resized(self.storage.slots, rows, {slot: slot for slot in self._memories})
         if left is not before:
-            self.storage.place(slots, left, counts, room=0)
+            self.storage.place(slots, left, counts)
         memories = [self._memories[slot] for slot in slots]
         note_left(memories, before, left)
         for memory in memories:
@@ -304,7 +303,7 @@ class SlidingSlotLayer(DecodingLayer):
     def nbytes_for(self, rows: int) -> int:
         return rows * self._row_nbytes
 
-    def fill(self, slot: int, layer: DynamicSlidingWindowLayer, rows: int, room: int) -> None:
+    def fill(self, slot: int, layer: DynamicSlidingWindowLayer, rows: int) -> None:
         if self.counts is None:
             _, heads, _, head_dim = layer.keys.shape
             slots = len(self._slots.seen)

@@ -4,7 +4,6 @@ A slot that becomes free is filled immediately, so no request waits for a longer
 take turns: after each prompt, or each piece of one, all running requests decode a token. A request's tokens do not
 depend on the others, since its prompt has its own forward passes and its evictions depend on its own steps."""
 
-import gc
 import math
 import time
 from collections import deque
@@ -17,7 +16,7 @@ import torch
 
 from ..cache.cache import CompressedCache
 from ..cache_name import CACHE
-from ..device import device_of, on_device
+from ..device import device_of, on_device, release_memory
 from ..errors import KVCompressError, one_line
 from .cache import SlotCache
 from .request import Answer, Request
@@ -102,6 +101,10 @@ class InFlight:
         while (answer := next(self._answers)) is None:
             pass
         return answer
+
+    def close(self) -> None:
+        """Free the slots; requests that are under way get no answer."""
+        self._answers.close()
 
     def by_step(self) -> Iterator[list[Answer]]:
         """Yield, after each decode step, the answers that have finished since the previous one."""
@@ -237,7 +240,7 @@ class InFlight:
             if (slots, sizes) != (self._cache.slots, self._cache.sizes):
                 self._resize(slots, sizes)
             slot = next(slot for slot in range(slots) if slot not in self._running)
-            self._cache.fill(slot, cache, room)
+            self._cache.fill(slot, cache)
         except self._handled:
             pass
         else:
@@ -276,7 +279,7 @@ class InFlight:
             yield from self._shrink()
             return
         self.steps += 1
-        done = []
+        done, lost = [], False
         for slot, running in list(self._running.items()):
             running.position += 1
             try:
@@ -285,10 +288,20 @@ class InFlight:
                 if not running.add(token):
                     continue
                 done.append(self._answer_of(running))
+            except self._handled:
+                lost = self.slots > 1
+                if lost:
+                    self._again.append((running.index, running.request))
+                else:
+                    done.append(self._give_up(running))
             except Exception as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
                 done.append(running.failed(error))
             self._free(slot)
         yield from done  # before an eviction that may fail
+        if lost:
+            yield from self._shrink()
         yield from self._evict()
 
     def _feed(self) -> tuple[list[int], torch.Tensor]:
@@ -373,7 +386,7 @@ class InFlight:
         except torch.OutOfMemoryError:
             pass
         else:
-            _collect()
+            release_memory()
             return True
         self._start_over(self._most)
         return True
@@ -384,9 +397,4 @@ class InFlight:
         self._again.extendleft((running.index, running.request) for running in reversed(self._running.values()))
         self._peak_kv_bytes, self._most, self.halved = self.peak_kv_bytes, most, self.halved + 1
         self._running, self._cache = {}, None
-        _collect()
-
-
-def _collect() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
+        release_memory()

@@ -9,6 +9,8 @@ each segment.
   to the segments in place.
 """
 
+from itertools import accumulate
+
 import torch
 
 from ..device import on_device, runs_triton
@@ -58,32 +60,39 @@ class SlotPool:
         """Return the rows of a slot with this many entries in each head and `room` more tokens."""
         return len(counts) * (max(counts) + room)
 
-    def place(self, slots: list[int], kept: Kept, counts: list[list[int]], room: int) -> None:
-        """Replace the contents of these slots by one row of `kept` each, with room for `room` tokens.
+    def place(self, slots: list[int], kept: Kept, counts: list[list[int]]) -> None:
+        """Replace the contents of these slots by one row of `kept` each.
 
-        `kept` is right-aligned, with -1 in unused places. `counts` holds each row's entries by head."""
-        at = on_device(slots, self.starts.device)
-        for slot, of_heads in zip(slots, counts, strict=True):
-            self._placed[slot] = [count - self.steps for count in of_heads]
-            self._lay_out(slot, of_heads, room)
-        lengths = on_device(counts, self.starts.device)
-        self.lengths[at] = lengths
+        `kept` is right-aligned, with -1 in unused places. `counts` holds each row's entries by head. Where memory runs
+        out the slots are as they were."""
+        at, lengths = on_device(slots, self.starts.device), on_device(counts, self.starts.device)
+        starts = self._starts_for(slots, at, counts)
         most = kept.indices.shape[2]
-        rows = self.starts[at][..., None] + self._places[:most] - (most - lengths)[..., None]
+        rows = starts[..., None] + self._places[:most] - (most - lengths)[..., None]
         used = slice(None)
         if min(map(min, counts)) < most:  # selected on the host: a mask on the device would cause a wait
             unused = most - torch.tensor(counts)[..., None]
             used = on_device((torch.arange(most) >= unused).flatten().nonzero()[:, 0], rows.device)
         rows = rows.flatten()[used]
-        self.keys.index_copy_(0, rows, kept.keys.flatten(0, 2)[used])
-        self.values.index_copy_(0, rows, kept.values.flatten(0, 2)[used])
+        parts = [(self.keys, kept.keys.flatten(0, 2)[used]), (self.values, kept.values.flatten(0, 2)[used])]
         if self.columns is not None:
-            self.columns.index_copy_(0, rows, kept.indices.flatten()[used].int())
+            parts.append((self.columns, kept.indices.flatten()[used].int()))
         if self.sums is not None:
-            self.sums.index_copy_(0, rows, kept.sums.flatten()[used])
+            parts.append((self.sums, kept.sums.flatten()[used]))
+        # All of it is there: from here on nothing needs memory.
+        self._lay_out(slots, at, counts, starts)
+        self.lengths.index_copy_(0, at, lengths)
+        for buffer, part in parts:
+            buffer.index_copy_(0, rows, part)
+        for slot, of_heads in zip(slots, counts, strict=True):
+            self._placed[slot] = [count - self.steps for count in of_heads]
 
-    def _lay_out(self, slot: int, counts: list[int], room: int) -> None:
-        """Set the starts of a slot's segments."""
+    def _starts_for(self, slots: list[int], at: torch.Tensor, counts: list[list[int]]) -> torch.Tensor:
+        """Return where the segments of these slots (also as a tensor, `at`) will begin, (slots, kv_heads)."""
+        return self.starts[at]
+
+    def _lay_out(self, slots: list[int], at: torch.Tensor, counts: list[list[int]], starts: torch.Tensor) -> None:
+        """Set where the segments of these slots begin and end."""
 
     def free(self, slot: int) -> None:
         """Drop the contents of a slot."""
@@ -167,7 +176,7 @@ class SlotPool:
         kept = self.kept(list(moves))
         pool = type(self)(kept, slots, rows, self.is_fixed, self.columns is not None)
         pool.steps = self.steps
-        pool.place(list(moves.values()), kept, kept.held, room=0)
+        pool.place(list(moves.values()), kept, kept.held)
         return pool
 
     @property
@@ -190,16 +199,22 @@ class RaggedSlotPool(SlotPool):
     def rows_for(counts: list[int], room: int) -> int:
         return sum(counts) + len(counts) * room
 
-    def _lay_out(self, slot: int, counts: list[int], room: int) -> None:
+    def _starts_for(self, slots: list[int], at: torch.Tensor, counts: list[list[int]]) -> torch.Tensor:
+        starts = [
+            [slot * self.rows + end for end in (0, *self._ends_for(of_heads)[:-1])]
+            for slot, of_heads in zip(slots, counts, strict=True)
+        ]
+        return on_device(starts, self.starts.device)
+
+    def _ends_for(self, counts: list[int]) -> list[int]:
+        """Return where the segments of a slot end, of which each has as many spare rows; the last has the rest."""
         spare = (self.rows - sum(counts)) // self.heads
-        starts, ends, first = [], [], 0
-        for count in counts:
-            starts.append(slot * self.rows + first)
-            first += count + spare
-            ends.append(first)
-        ends[-1] = self.rows
-        self.starts[slot] = on_device(starts, self.starts.device)
-        self._ends[slot] = ends
+        return [*accumulate(count + spare for count in counts[:-1]), self.rows]
+
+    def _lay_out(self, slots: list[int], at: torch.Tensor, counts: list[list[int]], starts: torch.Tensor) -> None:
+        self.starts.index_copy_(0, at, starts)
+        for slot, of_heads in zip(slots, counts, strict=True):
+            self._ends[slot] = self._ends_for(of_heads)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         places = self._places[: self._shown]

@@ -172,6 +172,8 @@ def prepare(
     inputs = {name: value.to(device) if hasattr(value, "to") else value for name, value in request.inputs.items()}
     if names_length(request.options):  # in a way of its own: `generate` would prefer `max_new_tokens`
         options = {name: value for name, value in options.items() if name not in LENGTHS}
+    if request.options.get("max_length") is not None:
+        options["max_new_tokens"] = None  # also that of a generation config
     options = with_stop_strings(model, {**options, **request.options})
     for name, reason in NOT_IN_FLIGHT.items():
         if options.get(name):

@@ -15,7 +15,7 @@ class HybridLayerBudget(SparsityLayerBudget):
     even: ClassVar[float] = 0.8
 
     def weights(self, measured: torch.Tensor, budget: int, length: int) -> list[float]:
-        part = measured / measured.sum()
+        part = measured / measured.sum().clamp(min=torch.finfo(measured.dtype).tiny)
         return (self.even / len(part) + (1 - self.even) * part).tolist()
 
 

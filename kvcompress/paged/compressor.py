@@ -255,7 +255,10 @@ class PagedCompressor:
             request.states += [asked[0], keys[0], values[0]]
             if choice.place == len(request.layers) - 1:
                 self._remember(request)
-        states = States(asked, scaling, module, request.rotary[0] if request.rotary else None, keys, values)
+        rotary = request.rotary[0] if request.rotary else None
+        if choice.place == len(request.layers) - 1:
+            request.rotary = []
+        states = States(asked, scaling, module, rotary, keys, values)
         Prefill(choice, layer.memory, request.tokens, None).after_attention(states)
         kept = layer.memory.kept()
         layer.memory.storage = None

@@ -8,12 +8,11 @@ from types import ModuleType
 from typing import Any
 
 import transformers
-from transformers import AttentionInterface, AttentionMaskInterface, ContinuousBatchingConfig, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import ContinuousBatchingConfig, PreTrainedModel
 
 from ..cache.cache import say_once
 from ..errors import KVCompressError
-from ..hooks.attention import PREFIX, set_attention
+from ..hooks.attention import PREFIX, register, set_attention
 from ..hooks.model import text_decoder, unwrapped
 from ..hooks.prefix_cache import PrefixCache
 from ..hooks.replacement import Replacement
@@ -240,9 +239,7 @@ class PagedSession:
         if base.startswith(PAGED_PREFIX):
             return
         name = PAGED_PREFIX + base
-        AttentionInterface.register(name, partial(paged_attention, base))
-        if base in ALL_MASK_ATTENTION_FUNCTIONS:
-            AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+        register(name, partial(paged_attention, base), base)
         set_attention(self._config, name)
 
     def _disconnect(self) -> None:

@@ -41,7 +41,7 @@ class Engine:
         context_tokens: for the scopes `context` and `context-first`, the number of leading tokens of each row that are
             the context; negative: all but that many.
         ratio_of: what the ratio or budget refers to. `prompt`: all entries in the scope; `vision`: image and video
-            tokens; only these are evicted, text is kept.
+            tokens; of a prompt only these are evicted, text is kept. Evictions while decoding do not tell them apart.
         protect: tokens of the prompt that stay, inside the budget: `prompt`, `system`, `question`, `text`, `first:N`,
             `last:N`, `tokens:A-B`, joined by `+` (policy/spans.py). None: none but those that the method itself keeps.
         protect_text: text whose tokens stay, too: characters that each row of the first prompt has exactly once, or a

@@ -38,9 +38,9 @@ class Policy:
         given = getattr(self.engine, name)
         if given is not None:
             return given
-        if isinstance(self.cluster, self._cls):
+        if type(self.cluster) is self._cls:
             return self.cluster.of_variant(name)
-        # Another method scores: its variant is not this one's.
+        # Another method scores, even if it derives from this one: its parts and variant are not this one's.
         return getattr(self._cls, name, getattr(KVCluster, name))
 
     @property

@@ -26,6 +26,7 @@ class Settings:
         cluster: the `KVCluster` that scores, for layer budgets that read options of the method.
         query_window: how many of the last queries it scores with, see `KVCluster.query_window`.
         moves_keys: whether keys are re-rotated to their position in the cache, as if there were no gaps between them.
+        feeds_last_again: whether the last token of what is chosen from is fed again, at its own position.
         evicts_later: whether decoding evicts.
         groups: into how many groups `fair=` divides a prompt's tokens.
     """
@@ -38,6 +39,7 @@ class Settings:
     merge: str | None = None
     merge_modality: str = "any"
     moves_keys: bool = False
+    feeds_last_again: bool = False
     evicts_later: bool = False
     groups: int = 1
 

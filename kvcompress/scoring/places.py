@@ -24,7 +24,7 @@ def moved_together(kept: Kept, view: LayerView) -> Kept:
     if view.stored is not None:
         columns = view.stored.columns.gather(2, columns.clamp(min=0))
     # The last kept token is followed by a text token: the next one that the model gets.
-    seen = view.rotary.positions.shape[1] if view.stored is None else view.stored.seen
+    seen = view.stored.seen if view.stored else view.rotary.positions.shape[1] - view.settings.feeds_last_again
     columns = torch.nn.functional.pad(columns, (0, 1), value=seen)
     largest, least = view.rotary.positions_of(columns)
     apart = (columns[..., 1:] - columns[..., :-1] > 1) & used

@@ -26,7 +26,7 @@ SMALL = 2**18  # pixels that an image counts as at least: processors enlarge tho
 class _Strict(BaseModel):
     """What a request may have. Of many mistakes few are looked at: for a million pydantic takes a minute."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

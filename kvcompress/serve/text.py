@@ -38,7 +38,9 @@ class AnswerText:
         if self.is_stopped or len(tokens) <= self._read:  # a request that began again is behind what was read
             return ""
         before, now = (
-            self._tokenizer.decode(tokens[self._from : end], skip_special_tokens=True)
+            self._tokenizer.decode(
+                tokens[self._from : end], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
             for end in (self._read, len(tokens))
         )
         return now[len(before) :]

@@ -111,6 +111,8 @@ def read_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
 def read_picture(file: Path) -> Image.Image:
     try:
         return read_image(file)
+    except KVCompressError:  # says more
+        raise
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         raise KVCompressError(f"{file} is not a picture") from None
 

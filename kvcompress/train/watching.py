@@ -6,12 +6,11 @@ from functools import partial
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import KVCompressError
-from ..hooks.attention import has_plain_weights, run_base
+from ..hooks.attention import has_plain_weights, register, run_base
 from ..hooks.hidden_states import attention_layers, watch_inputs
 from ..hooks.replacement import Replacement
 
@@ -33,9 +32,7 @@ def attention_by(decoder: PreTrainedModel, function: Attend) -> Iterator[None]:
             )
         return function(partial(run_base, base), module, *args, **kwargs)
 
-    AttentionInterface.register(NAME, call)
-    if base in ALL_MASK_ATTENTION_FUNCTIONS:
-        AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[base])
+    register(NAME, call, base)
     decoder.config._attn_implementation = NAME
     try:
         yield

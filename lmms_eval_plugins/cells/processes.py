@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,10 @@ GRACE_S = 1.0  # processes that fail within this time fail for the same reason
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 STARTED_BY = "KVCOMPRESS_STARTED_BY"  # environment variable with the id of the process that started this one
 
-# Environment variable with a folder where ranks record why a task failed and find which tasks failed before.
+# Environment variable with a folder where ranks record why a task failed, or a cell of `all` is left out, and find
+# which did before.
 FOLDER = "KVCOMPRESS_FAILED_TASKS"
-FAILED = "failed.json"  # task -> reason
+FAILED = "failed.json"  # task, or task/cell -> reason
 
 
 class TaskFailures:
@@ -44,14 +45,17 @@ class TaskFailures:
     Attributes:
         reasons: task -> why it failed.
         cells: name of a cell -> why it alone failed.
+        left_out: cells of `all` that ended the ranks before, as `task/cell`.
         working: the tasks of which a cell is complete.
     """
 
     def __init__(self, tasks: list[str]):
         self._is_one_of_many = int(os.environ.get("WORLD_SIZE", 1)) > 1
         self._ends_run = len(tasks) == 1 or self._is_one_of_many
+        known = failed_tasks(Path(os.environ[FOLDER])) if FOLDER in os.environ else {}
         self._folder = Path(os.environ[FOLDER]) if FOLDER in os.environ and len(tasks) > 1 else None
-        self.reasons: dict[str, str] = failed_tasks(self._folder) if self._folder else {}
+        self.reasons: dict[str, str] = {task: known[task] for task in tasks if task in known}
+        self.left_out = known.keys() - self.reasons.keys()
         self.cells: dict[str, str] = {}
         self.working: set[str] = set()
 
@@ -91,32 +95,33 @@ class TaskFailures:
 
 
 def run_tasks(processes: int, argv: list[str]) -> int:
-    """Run the evaluation command in several ranks and return the exit code. If a task of a list ends the ranks, start
-    them again without it; finished cells are on disk and skipped."""
+    """Run the evaluation command in several ranks and return the exit code. If a task of a list or a cell of `all`
+    ends the ranks, start them again without it; finished cells are on disk and skipped."""
     with tempfile.TemporaryDirectory(prefix="kvcompress-failed-tasks-") as folder:
         while True:
             code = run_ranks(processes, argv, {FOLDER: folder})
-            task = collect(Path(folder)) if code else None
-            if task is None:
+            name = collect(Path(folder)) if code else None
+            if name is None:
                 return code
-            print(f"task {task} is left out, the others continue", file=sys.stderr, flush=True)
+            kind = "cell" if "/" in name else "task"
+            print(f"{kind} {name} is left out, the others continue", file=sys.stderr, flush=True)
 
 
 def failed_tasks(folder: Path) -> dict[str, str]:
-    """Return task -> why it failed, as recorded so far."""
+    """Return task, or task/cell -> why it failed, as recorded so far."""
     file = folder / FAILED
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
-def leave(folder: Path, task: str, reason: str) -> None:
-    """Record why this rank ends."""
-    text = json.dumps({"at": time.time(), "task": task, "reason": reason})
-    (folder / f"{os.getpid()}.rank").write_text(text, encoding="utf-8")
+def leave(folder: Path, name: str, reason: str) -> None:
+    """Record why this rank ends: for a task or a task/cell. What is recorded first counts."""
+    with suppress(FileExistsError), open(folder / f"{os.getpid()}.rank", "x", encoding="utf-8") as file:
+        file.write(json.dumps({"at": time.time(), "name": name, "reason": reason}))
 
 
 def collect(folder: Path) -> str | None:
-    """Return the task that ended the ranks, or None if something else did. The earliest record counts; the other ranks
-    failed because they lost the first."""
+    """Return the task or task/cell that ended the ranks, or None if something else did. The earliest record counts;
+    the other ranks failed because they lost the first."""
     files = list(folder.glob("*.rank"))
     records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     for file in files:
@@ -124,19 +129,23 @@ def collect(folder: Path) -> str | None:
     if not records:
         return None
     first = min(records, key=lambda one: one["at"])
-    (folder / FAILED).write_text(json.dumps({**failed_tasks(folder), first["task"]: first["reason"]}), encoding="utf-8")
-    return first["task"]
+    (folder / FAILED).write_text(json.dumps({**failed_tasks(folder), first["name"]: first["reason"]}), encoding="utf-8")
+    return first["name"]
 
 
 @contextmanager
-def left_out_of_a_group(cell: str, is_of_group: bool) -> Iterator[None]:
-    """Skip a cell, with one line, if a method of `all` does not support a prompt. With several ranks the error ends the
-    run: the others would wait for the one rank that met it."""
+def left_out_of_a_group(task: str, cell: str, is_of_group: bool) -> Iterator[None]:
+    """Skip a cell, with one line, if a method of `all` does not support a prompt. Several ranks all end, since the
+    others would wait for the one that met it, and `run_tasks` starts them again without the cell."""
     try:
         yield
     except KVCompressError as error:
         is_one_of_many = int(os.environ.get("WORLD_SIZE", 1)) > 1
-        if not is_of_group or isinstance(error, DamagedFile) or is_one_of_many:
+        if not is_of_group or isinstance(error, DamagedFile):
+            raise
+        if is_one_of_many:
+            if FOLDER in os.environ:
+                leave(Path(os.environ[FOLDER]), f"{task}/{cell}", str(error))
             raise
         leave_out(f"cell {cell}", error)
 
@@ -174,7 +183,7 @@ def stop(processes: list[subprocess.Popen]) -> None:
             process.terminate()
         end = time.monotonic() + TIDY_S
         for process in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(max(end - time.monotonic(), 0))
     finally:  # also after a second Ctrl-C
         for process in running:

@@ -215,10 +215,11 @@ def score_key(cell: dict[str, Any], task: str) -> str:
     return cell.get("configs", {}).get(task, {}).get("score_key") or "score"
 
 
-def tokens_out(sample: dict[str, Any], repeats: int) -> float:
-    """Return the tokens of a question's answer, or of all its rounds together; of `repeats` answers the mean, since the
-    score is that of one."""
+def tokens_out(cell: dict[str, Any], sample: dict[str, Any]) -> float:
+    """Return the tokens of a question's answer, or of all its rounds together; of repeated answers (`--repeats`, or
+    the task's own `repeats:`) the mean, since the score is that of one."""
     tokens = sum(row["tokens_out"] for row in sample.get("measurements", [sample["measurement"]]))
+    repeats = cell.get("configs", {}).get(sample["task"], {}).get("repeats") or 1
     return tokens if repeats == 1 else tokens / repeats
 
 

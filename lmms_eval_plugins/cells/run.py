@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcompress.errors import one_line
+from kvcompress.hooks.replacement import Replacement
 
 from ..text.run import evaluate_text
 from ..text.tasks import TextTask
@@ -58,10 +59,10 @@ def evaluate_cells(
             task = job.cell.task
             say(measured_line(lm, job, sum(other.cell.task == task for other in jobs)))
         grid.begin(number, job.name)
-        if task not in failures.reasons:
+        if task not in failures.reasons and f"{task}/{job.name}" not in failures.left_out:
             with (
                 failures.noted(task, cell=f"{task}/{job.name}"),
-                left_out_of_a_group(job.name, job.cell.method in job.plan.of_groups),
+                left_out_of_a_group(task, job.name, job.cell.method in job.plan.of_groups),
             ):
                 evaluate_cell(lm, job)
                 finished(job)
@@ -154,7 +155,7 @@ def score_cell(lm: "Answerer", job: Job, found: dict[str, Any], asked: int, keep
             "fingerprint": job.fingerprint,
             "n_questions": len({(sample["task"], sample["doc_id"]) for sample in samples}),
             "metric_questions": metric_questions(output, samples),
-            "metric_tokens": metric_tokens(output, samples, job.plan.request.flags.repeats),
+            "metric_tokens": metric_tokens(output, samples),
         }
         write_cell(folder, results, samples)
         if reason := incomplete_reason(Path(folder), job.fingerprint):
@@ -187,11 +188,14 @@ def named_failure(job: Job, watch: JudgeWatch) -> Iterator[None]:
 def run_lmms_eval(lm: "Answerer", job: Job, folder: Path | str) -> dict[str, Any]:
     """Run lmms-eval on the cell's task and return its output. Some tasks write files, such as a submission to a test
     server, into `folder`."""
-    from lmms_eval.evaluator import simple_evaluate
+    from lmms_eval import evaluator
 
     flags = job.plan.request.flags
-    with as_one_process() if lm.args.tp_plan else contextlib.nullcontext():
-        output = simple_evaluate(
+    with (
+        as_one_process() if lm.args.tp_plan else contextlib.nullcontext(),
+        Replacement(evaluator, "simple_parse_args_string", dict),  # its text form loses newlines and quotes
+    ):
+        output = evaluator.simple_evaluate(
             model=lm,
             model_args=lm.args.model_dump(mode="json", exclude_defaults=True),
             tasks=[job.cell.task],
@@ -203,7 +207,7 @@ def run_lmms_eval(lm: "Answerer", job: Job, folder: Path | str) -> dict[str, Any
             repeats=flags.repeats,
             process_docs_parallel=flags.process_docs_parallel,
             num_fewshot=flags.num_fewshot,
-            gen_kwargs=",".join(f"{name}={value}" for name, value in flags.gen_kwargs.items()) or None,
+            gen_kwargs=flags.gen_kwargs or None,
             predict_only=flags.predict_only,
             verbosity=flags.verbosity,
             cli_args=argparse.Namespace(
@@ -287,15 +291,13 @@ def metric_questions(output: dict[str, Any], samples: list[dict[str, Any]]) -> d
     return counts
 
 
-def metric_tokens(
-    output: dict[str, Any], samples: list[dict[str, Any]], repeats: int = 1
-) -> dict[str, dict[str, dict[str, float]]]:
+def metric_tokens(output: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
     """Return task -> `metric,filter` -> the sums over its questions of `tokens_out` and of `score`, negative scores
     counted as 0. A metric whose score is not a number for one of its questions is left out."""
     sums: dict[str, dict[str, dict[str, float]]] = {sample["task"]: {} for sample in samples}
     for sample, key, score in scored(output, samples):
         of_key = sums[sample["task"]].setdefault(key, {"tokens_out": 0, "score": 0.0})
-        of_key["tokens_out"] += tokens_out(sample, repeats)
+        of_key["tokens_out"] += tokens_out(output, sample)
         of_key["score"] += score if math.isnan(score) else max(score, 0.0)  # NaN propagates to the sum
     return {
         task: {key: each for key, each in of_task.items() if not math.isnan(each["score"])}

@@ -1,7 +1,7 @@
 """The lmms-eval models that a cell can be evaluated with: their interface, and one that replays recorded answers."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -41,7 +41,7 @@ class Answerer(lmms):
 
     def gather_rows(self) -> list[dict[str, Any]]:
         """Return the rows of all ranks, sorted by task and document: the same list on each. All ranks must call it."""
-        return sorted(chain.from_iterable(self._of_each_rank(self.rows)), key=lambda row: (row["task"], row["doc_id"]))
+        return in_order(chain.from_iterable(self._of_each_rank(self.rows)))
 
     def _of_each_rank(self, value: Any) -> list[Any]:
         return of_each_rank(value) if self.world_size > 1 else [value]  # the ranks of tp_plan are one model
@@ -53,6 +53,10 @@ class Answerer(lmms):
         """Signal that all requests are answered. lmms-eval calls this to free the model, but the model stays loaded for
         the next evaluation; `KVCompressLM.unload` frees it."""
         self.when_answered()
+
+
+def in_order(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(rows, key=lambda row: (row["task"], row["doc_id"]))
 
 
 def question(request: Instance) -> tuple[str, int]:
@@ -76,6 +80,9 @@ class AnsweredLM(Answerer):
         self._waiting: dict[tuple[str, int], deque[dict[str, Any]]] = defaultdict(deque)
         for row in rows:
             self._waiting[row["task"], row["doc_id"]].append(row)
+
+    def gather_rows(self) -> list[dict[str, Any]]:
+        return in_order(self.rows)  # already those of all ranks
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         results = []

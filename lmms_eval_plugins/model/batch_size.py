@@ -1,7 +1,6 @@
 """How many requests a model answers together: as the arguments say, or with `auto` as many as fit into memory."""
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kvcompress.device import release_memory
 from kvcompress.hooks.shared_prompt import SharedPrompt
 from kvcompress.inflight.loop import Limits
 
@@ -207,6 +207,5 @@ class Sizes:
         except torch.OutOfMemoryError:
             pass
         # After the `except` block, whose traceback would keep the tensors that did not fit alive.
-        gc.collect()
-        torch.cuda.empty_cache()
+        release_memory()
         return None

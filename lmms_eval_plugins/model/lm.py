@@ -7,7 +7,6 @@ ends the run and never turns into an empty answer. All arguments: docs/model-arg
 """
 
 import copy
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -26,6 +25,7 @@ from transformers import BatchFeature
 
 from kvcompress import KVCompressError
 from kvcompress.command_line import called
+from kvcompress.device import release_memory
 from kvcompress.hooks.prefix_cache import PrefixCache
 
 from .answer_store import AnswerStore, from_json, key_of, to_json
@@ -238,8 +238,7 @@ class KVCompressLM(Answerer):
     def unload(self) -> None:
         """Free the model and what is stored for other cells."""
         del self.model, self.answering, self.sizes, self.batches
-        gc.collect()
-        torch.cuda.empty_cache()
+        release_memory()
 
     # -- which requests are answered together ---------------------------------------------------------------------
 
@@ -314,8 +313,7 @@ class KVCompressLM(Answerer):
             if wanted == "raise" or is_single or (wanted == "offload" and not self.answering.can_offload):
                 raise
         # After the `except` block, whose traceback would keep the tensors that did not fit alive.
-        gc.collect()
-        torch.cuda.empty_cache()
+        release_memory()
         if not self._said_oom:
             logger.warning(f"out of memory at batch size {len(requests)}: applying on_oom={wanted} whenever needed")
             self._said_oom = True

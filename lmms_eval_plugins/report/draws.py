@@ -27,7 +27,15 @@ def pooled(frame: pd.DataFrame) -> pd.DataFrame:
     groups = [draws for _, draws in frame.groupby(keys, sort=False, dropna=False)]
     if len(groups) == len(frame):
         return frame
-    return pd.concat([_joined(draws) if len(draws) > 1 else draws for draws in groups]).infer_objects()
+    return pd.concat([_joined(draws) if _are_draws(draws) else draws for draws in groups]).infer_objects()
+
+
+def _are_draws(frame: pd.DataFrame) -> bool:
+    """Whether rows that agree but for their seeds have several: two copies of a folder are no draws."""
+    return (
+        frame["options"].map(lambda options: [each for each in options if each.startswith(SEED)]).astype(str).nunique()
+        > 1
+    )
 
 
 def explanation(frame: pd.DataFrame) -> str:

@@ -139,7 +139,7 @@ def question_frame(
                 "score": score,
                 "cluster": cluster_of(cell, sample, found, cluster),
                 **{name: measured.get(name) for name in MEASURED},
-                "tokens_out": tokens_out(sample, cell["protocol"]["settings"].get("repeats", 1)),
+                "tokens_out": tokens_out(cell, sample),
                 "seconds": seconds(sample),
             }
         )

@@ -103,7 +103,8 @@ def leaves(cell: dict[str, Any], task: str) -> list[str]:
 def _candidates(cell: dict[str, Any], task: str, metric: str | None, metric_filter: str | None) -> list[Headline]:
     """Return the numeric metrics of one task, the most suitable first."""
     scores, found = cell["results"].get(task, {}), []
-    listed = cell.get("configs", {}).get(task, {}).get("metric_list") or []
+    configs = cell.get("configs", {})  # of tasks, not of groups
+    listed = [entry for leaf in leaves(cell, task) for entry in configs.get(leaf, {}).get("metric_list") or []]
     lower = {entry["metric"] for entry in listed if entry.get("higher_is_better") is False}
     for key, value in scores.items():
         name, comma, after = key.partition(",")
@@ -119,10 +120,10 @@ def _candidates(cell: dict[str, Any], task: str, metric: str | None, metric_filt
             found.append(Headline(name, after, value, stderr, questions, (task,), tokens, name in lower))
     names = [entry["metric"] for entry in listed]
 
-    def order(found: Headline) -> tuple[int, int, int]:
+    def order(found: Headline) -> tuple[int, int, int, str]:  # lmms-eval gives those of a group in any order
         rank = next((place for place, name in enumerate(MAIN_NAMES) if name.search(found.metric)), len(MAIN_NAMES))
         place = names.index(found.metric) if found.metric in names else len(names)
-        return -(found.questions or 0), rank, place
+        return -(found.questions or 0), rank, place, found.metric
 
     return sorted(found, key=order)
 

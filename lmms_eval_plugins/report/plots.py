@@ -58,7 +58,8 @@ def plot(frame: pd.DataFrame, title: str, path: Path) -> None:
         axes.set_xticks(ticks, [f"{number:.3g}" for number in ticks])
         axes.minorticks_off()
     axes.set_xlabel("share of the prompt's KV entries kept, as measured")
-    _finish(figure, axes, frame, title, path, " ± standard error" if compressed["error"].notna().any() else "")
+    spread = " ± standard error (draws: deviation)" if (frame["draws"] > 1).any() else " ± standard error"
+    _finish(figure, axes, frame, title, path, spread if compressed["error"].notna().any() else "")
 
 
 def plot_throughput(frame: pd.DataFrame, title: str, path: Path) -> None:

@@ -16,6 +16,7 @@ from ..cells.results import RESULTS_FILE, changed_since, read_results
 from ..report.headline import headline
 from ..report.numbers import fixed, near, share
 from ..report.short_answers import EXPLANATION, too_short
+from ..report.table import markdown_table
 from .config import REFERENCE_COLUMNS, Reference, Reproduction
 from .plan import PlannedCell
 
@@ -147,18 +148,12 @@ def markdown(config: Reproduction, rows: list[Row]) -> str:
         part = list(part)
         lines += [f"## {model}, {benchmark}", ""]
         lines += [remarks[benchmark], ""] if remarks[benchmark] else []
-        lines += [f"| {' | '.join(COLUMNS)} |", "| --- |" + " ---: |" * 5 + " --- | --- |"]
-        lines += [f"| {' | '.join(map(_cell, _shown_row(row)))} |" for row in part]
-        lines += ["", *_trend(part)]
+        alignment = ["---", *["---:"] * 5, "---", "---"]
+        lines += [markdown_table([*COLUMNS], [_shown_row(row) for row in part], alignment), *_trend(part)]
         lines += [f"{SHORT.capitalize()}: the median answer has 1 or 2 tokens. {EXPLANATION}", ""] * any(
             row.short for row in part
         )
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _cell(text: str) -> str:
-    """Return text on one line, with bars escaped."""
-    return " ".join(text.split()).replace("|", r"\|")
 
 
 def _shown_row(row: Row) -> list[str]:

@@ -16,7 +16,7 @@ from ..cells.cell_log import cell_values, log_results
 from ..cells.data import find_tasks
 from ..cells.errors import EvaluationFailed, UsageError
 from ..cells.names import is_lm_eval
-from ..cells.results import DamagedFile
+from ..cells.results import RESULTS_FILE, DamagedFile
 from .config import SweepConfig
 from .study import Trial, Trials
 from .trial import (
@@ -85,6 +85,10 @@ class Sweep:
         self.trials.tell(trial, values[metric])
         self._finished += 1
         self.say(f"{self.label(trial)}: {metric} {values[metric]:.4g}")
+
+    def has_failed(self, cell: Path) -> bool:
+        """Whether a cell failed and left no results."""
+        return cell in self._failed and not (cell / RESULTS_FILE).exists()
 
     def fail(self, trial: Trial, error: Exception) -> None:
         """Record a failure and go on with the other trials. Raises EvaluationFailed if the first cells all fail."""

@@ -56,7 +56,7 @@ def trial_rows(sweep: Sweep) -> pd.DataFrame:
     rows: dict[Any, dict[str, Any]] = {}
     for trial in sweep.trials.drawn():
         folder = sweep.cell(trial)
-        if trial.is_told and folder not in rows:
+        if trial.is_told and folder not in rows and not sweep.has_failed(folder):
             results = read_results(folder)
             value = cell_values(results)[sweep.config.metric]
             rows[folder] = {**cell_row(results), "trial": trial, "value": value}

@@ -36,6 +36,8 @@ def test_values_that_survive_correction_are_bold_and_coloured(tmp_path):
                 answers.add(ablation.of_task(cell, one), scores.tolist())
     answers.add(ablation.of_task(asked["score", "h2o"][0], tasks[0]), [1] * QUESTIONS)  # unfinished
     base, rows = ablation.rows_of(asked, tasks, answers)
+    cut = Answers(tmp_path / "cut.json", "same")
+    assert ablation.rows_of(asked, tasks, cut) is None
     assert {(row.part, row.value): row.survives for row in rows} == {("score", "r-kv"): True, ("merging", "cam"): False}
     assert all(row.against.questions == 2 * QUESTIONS for row in rows)
     text = ablation.report({"qwen2": (base, rows)})

@@ -72,14 +72,13 @@ def test_a_cell_that_takes_too_long_ends_with_all_that_it_started_and_keeps_what
     mark = tmp_path / "alive"
     child = f"import time\nwhile True: open({str(mark)!r}, 'w').close(); time.sleep(0.05)"
     code = f"{wrote(3)}\nimport subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}])"
-    stage.run([cell("long", code, seconds=1.5), cell("next", wrote(4))], 300, False)
+    stage.run([cell("long", code, seconds=3), cell("next", wrote(4))], 300, False)
     assert stage.records["long"]["state"] == "cut"
     assert stage.records["long"]["result"] == {"number": 3}
     assert stage.records["next"]["state"] == "done"
-    if mark.exists():
-        mark.unlink()
-        time.sleep(0.3)
-        assert not mark.exists()
+    mark.unlink()  # it had begun
+    time.sleep(0.3)
+    assert not mark.exists()
 
 
 def test_without_time_a_cell_is_left_out_and_what_was_known_of_it_stays(stage, monkeypatch):

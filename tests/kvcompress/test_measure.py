@@ -1,4 +1,3 @@
-import contextlib
 import time
 from pathlib import Path
 
@@ -104,12 +103,14 @@ def test_peak_memory_is_at_least_the_weights():
 
 def test_a_peak_of_memory_is_forgotten_before_the_next_measurement():
     cpu = torch.device("cpu")
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # some containers and systems cannot
-        torch.ones(1 << 26).sum()  # 256 MB, freed at once
-        before = peak_memory(cpu)
-        reset_peak_memory(cpu)
-        assert peak_memory(cpu) < before - (1 << 27)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pytest.skip("this system or container cannot forget a peak")
+    torch.ones(1 << 26).sum()  # 256 MB, freed at once
+    before = peak_memory(cpu)
+    reset_peak_memory(cpu)
+    assert peak_memory(cpu) < before - (1 << 27)
 
 
 def test_the_peak_of_several_gpus_is_the_sum_of_theirs(monkeypatch):

@@ -167,7 +167,7 @@ OTHERS = [
     ("show none.png ?", "none.png"),
     ("show a.png ? --out a.pdf", "a.pdf"),
     ("show a.png ? --method snap", "snap"),
-    ("show a.png ? --ratio 2", "2"),
+    ("show a.png ? --ratio 2", "RATIO 2 is not in "),
     ("show a.png ? sinks=3", "sinks"),
     ("show a.png ? --out a.png/b.html", "a.png' cannot be written: "),
     *((f"show broken.png{number} ?", f"broken.png{number}' is not an image") for number in range(4)),

@@ -39,6 +39,8 @@ def cells_table(groups: list[Group]) -> pd.DataFrame:
     for group in groups:
         tests = against_full(group.frame)[["difference", "low", "high", "p_value", "holm", "broken", "mended"]]
         frame = group.frame.drop(columns=inner).assign(model=group.model)
+        for name in ("batch_size", "slots"):  # a number or "auto", which one column of a Parquet file cannot hold
+            frame[name] = [str(each) if pd.notna(each) else None for each in frame[name]]
         parts.append(frame.join(tests.add_prefix("against_full_")))
     return pd.concat(parts, ignore_index=True)
 

@@ -269,7 +269,7 @@ def test_a_compiled_static_cache_is_freed_when_its_turns_are_over():
 
 def test_a_contender_that_runs_out_of_memory_leaves_the_others_in_the_race(monkeypatch):
     log, released = [], []
-    monkeypatch.setattr(grid, "release", lambda: released.append(log[-1]))
+    monkeypatch.setattr(grid, "release_memory", lambda: released.append(log[-1]))
     taking_part = {"a": Scripted("a", log), "b": Scripted("b", log, fails_at=2)}
     taken = grid.measure_cell(taking_part, Workload(8, 1, 1, "wall"), 2)
     assert taken["b"] == {"error": "out of memory"}
@@ -498,8 +498,8 @@ def test_without_time_for_a_first_cell_there_is_a_table_and_no_plot(tmp_path, mo
         ([], "error: give either a model or --shape\n"),
         (["--shape", "tiny", "--methods", "snapvk"], "there is no method 'snapvk' (did you mean 'snapkv'?); valid: "),
         (["--shape", "tiny", "--methods", "snapkv:windows=4"], "method 'snapkv' has no option 'windows'"),
-        (["--shape", "tiny", "--methods", "snapkv:4"], "in 'snapkv:4', '4' is not NAME=VALUE"),
-        (["--shape", "tiny", "--methods", "snapkv:ratio=0.3"], "'ratio=0.3' is not an option of a method"),
+        (["--shape", "tiny", "--methods", "snapkv:4"], "'4' is not OPTION=VALUE"),
+        (["--shape", "tiny", "--methods", "snapkv:ratio=0.3"], "'ratio=0.3' is not an option: RATIO sets it"),
         (["--shape", "tiny", "--methods", "visionzip"], "method 'visionzip' drops vision tokens"),
         (["--shape", "tiny", "--methods", "snapkv:protect_text=a"], "protect_text= needs a tokenizer"),
         (["--shape", "tiny", "--ratios", "1.5"], "1.5"),
@@ -597,10 +597,10 @@ def test_a_call_is_timed_from_an_idle_device_to_an_idle_device(monkeypatch):
 
 def test_what_an_earlier_turn_left_does_not_count_against_a_batch(monkeypatch):
     log = []
-    monkeypatch.setattr(grid, "release", lambda: log.append("release"))
+    monkeypatch.setattr(grid, "release_memory", lambda: log.append("freed"))
     monkeypatch.setattr(grid, "attempt", lambda *given: log.append("attempt"))
     assert not grid.decodes(Scripted("a", []), None)
-    assert log == ["release", "attempt"]
+    assert log == ["freed", "attempt"]
 
 
 def test_shapes_are_models_or_paths():

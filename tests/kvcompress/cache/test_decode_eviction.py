@@ -179,12 +179,13 @@ def test_what_is_remembered_of_a_context_and_its_question_comes_from_all_queries
 
 
 @pytest.mark.parametrize(("length", "ratio", "budget"), [(30, 0.8, 14), (10, 1.0, 28)], ids=["some", "all"])
-@pytest.mark.parametrize("method", some(METHODS, [*SOME_METHODS, *REMEMBERING]))
+@pytest.mark.parametrize("method", some(sorted({*METHODS} - fuzz.TIED_IN_BATCHES), [*SOME_METHODS, *REMEMBERING]))
 def test_the_pads_of_a_second_prompt_have_no_vote(method, length, ratio, budget):
     """A row whose second prompt is shorter evicts the same alone, where there are no pads; also where nothing was
     evicted before."""
     evicting = {"decode_budget": budget, "decode_interval": 2}
-    fuzz.check({**fuzz.of_rows("qwen2", [length] * 2, method, ratio=ratio, **evicting), "more": [14, 2]})
+    config = {**fuzz.of_rows("qwen2", [length] * 2, method, ratio=ratio, **evicting), "more": [14, 2]}
+    assert "second prompts" in fuzz.check(config)
 
 
 @pytest.mark.parametrize("options", [{"decode_budget": 99, "decode_interval": 50}, {"prefill_chunk": 16}])

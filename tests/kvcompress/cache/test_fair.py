@@ -112,3 +112,11 @@ def test_spans_that_do_not_fit_a_prompt_are_refused(fair, said):
     model = QWEN2.build()
     with pytest.raises(KVCompressError, match=said), kvcompress.compress(model, "snapkv", 0.5, fair=fair):
         model.generate(**QWEN2.inputs(model, [20]), max_new_tokens=2)
+
+
+def test_a_method_that_ranks_twice_shares_out_all_but_its_window():
+    model = QWEN2.build()
+    with kvcompress.compress(model, "csp", 0.4, cross=0.0, recent=0.1, fair="first:30") as session:
+        generate(model, QWEN2.inputs(model, [60]), 1)
+    for heads in (layer[0] for layer in kept_of(session.cache)):
+        assert [int((head < 30).sum()) for head in heads] == [11, 11]  # of 22 beside the window of two

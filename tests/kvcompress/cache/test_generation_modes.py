@@ -85,3 +85,11 @@ def test_assisted_decoding_is_a_clear_error(assistant):
         pytest.raises(ValueError, match=r"(?i)assisted decoding"),  # transformers' own since 5.24
     ):
         MODEL.generate(**inputs, **assistant, max_new_tokens=NEW, do_sample=False)
+
+
+def test_tokens_are_not_taken_back_out_of_a_compressed_cache():
+    """As transformers before 5.24 does for the tokens of an assistant."""
+    cache = kvcompress.CompressedCache(MODEL.config, "snapkv", 0.4)
+    for take_back in (lambda: cache.crop(1), cache.activate_past_recording):
+        with pytest.raises(kvcompress.KVCompressError, match="cannot be taken back out"):
+            take_back()

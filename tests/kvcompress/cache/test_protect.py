@@ -117,6 +117,20 @@ def test_prompts_that_together_protect_more_than_stays_while_decoding_are_refuse
     assert session.cache.seen_tokens == 80
 
 
+@pytest.mark.parametrize(
+    "options", [{"ratio": 0.5, "decode_ratio": 0.3, "decode_interval": 1}, {"ratio": 0.3, "prefill_chunk": 50}], ids=str
+)
+def test_a_short_later_prompt_has_the_room_of_all_tokens_so_far(options):
+    model = QWEN2.build()
+    first, second = (QWEN2.inputs(model, [n])["input_ids"] for n in (100, 20))
+    with kvcompress.compress(model, "snapkv", window_size=4, protect="last:8", **options) as session:
+        with pytest.raises(KVCompressError, match=r"needs [89] entries in row 0, but (6 stay|the budget keeps 6)"):
+            model(second)
+        cache = model(first, use_cache=True).past_key_values
+        model(second, past_key_values=cache)
+    assert session.cache.seen_tokens == 120
+
+
 def test_a_later_prompt_protects_its_own_end():
     model = QWEN2.build()
     first, second = (QWEN2.inputs(model, [30], seed=seed)["input_ids"] for seed in (1, 2))

@@ -58,6 +58,7 @@ def test_generate_compiles_the_decode_step_itself():
     with kvcompress.compress(model, "snapkv", 0.3):
         expected, _ = generate(model, inputs, 20)
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     config = CompileConfig(fullgraph=True, dynamic=False, backend="inductor", mode="default")
     config._compile_all_devices = True
     cache = kvcompress.CompressedCache(model.config, "snapkv", 0.3, max_new_tokens=20, **STATIC)

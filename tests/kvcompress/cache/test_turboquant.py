@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import kvcompress
 from kvcompress.cache.storage.ragged import RaggedStorage
 from kvcompress.check.reference import generate
-from kvcompress.kernels.turboquant import BITS, TurboQuant, codebook, codec, rotation
+from kvcompress.kernels.turboquant import BITS, TurboQuant, codebook, codec
 from tests.support.calibrations import calibration_of
 from tests.support.examples import examples, paired, some
 from tests.support.families import FAMILIES
@@ -41,7 +41,6 @@ def test_a_codebook_is_that_of_a_normal_distribution_where_dim_is_large():
 
 @pytest.mark.parametrize("bits", BITS)
 def test_each_number_of_a_codebook_is_the_mean_of_what_is_nearest_to_it(bits):
-    sample = rotation(64)[:, 0]  # any vector of the sphere; many of them:
     sample = torch.nn.functional.normalize(torch.randn(60_000, 64, generator=torch.Generator().manual_seed(1)), dim=-1)
     numbers = codebook(64, bits)
     nearest = (sample[..., :8, None] - numbers).abs().argmin(-1)

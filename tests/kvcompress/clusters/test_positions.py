@@ -89,6 +89,30 @@ def test_whatever_is_evicted_while_decoding_the_others_close_ranks(options):
     assert moved == 4, "each head has several gaps"
 
 
+@pytest.mark.parametrize("first_token", ["full", "compressed"])
+def test_the_last_entry_of_a_prompt_directly_precedes_the_token_that_is_fed_next(first_token):
+    """Which is the prompt's own last one again where the first token comes from the compressed cache."""
+    model = FAMILIES["llama"].build()
+    inputs = FAMILIES["llama"].inputs(model, [40])
+    inputs["input_ids"][0, 30:] = 9  # which the method drops
+    with kvcompress.compress(model, "knorm", budget=8, positions="cache", first_token=first_token) as session:
+        tokens, _ = generate(model, inputs, 2)
+    with kvcompress.compress(model, "full") as full:
+        generate(model, inputs, 2, forced=tokens)
+    everything, _ = full.cache.layers[0].storage.read()
+    following, moved = 39 if first_token == "compressed" else 40, 0
+    for head, columns in enumerate(session.cache.kept_indices(0)[0]):
+        columns = columns[columns < following]
+        by = following - columns - torch.arange(len(columns), 0, -1)
+        angle = (by[:, None] * model.model.rotary_emb.inv_freq).repeat(1, 2)
+        true = everything[0, head, columns]
+        turned = torch.cat([-true[:, true.shape[1] // 2 :], true[:, : true.shape[1] // 2]], 1)
+        cache = held(session)[0][0][head][: len(columns)]
+        torch.testing.assert_close(cache, true * angle.cos() + turned * angle.sin(), atol=1e-5, rtol=1e-4)
+        moved += int(columns[-1]) < 39 and int(by[-1]) > 0
+    assert moved, "a head's last entry moves"
+
+
 def test_in_flight_keys_close_ranks_as_alone():
     model = FAMILIES["llama"].build()
     requests = [FAMILIES["llama"].inputs(model, [length]) for length in (30, 17, 41)]

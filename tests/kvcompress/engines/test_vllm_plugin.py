@@ -26,7 +26,7 @@ def vllm(monkeypatch) -> ModuleType:
 
 
 def arguments(**overrides) -> SimpleNamespace:
-    return SimpleNamespace(hf_overrides=overrides, video_pruning_rate=None)
+    return SimpleNamespace(hf_overrides=overrides, video_pruning_rate=None, worker_cls="auto")
 
 
 @pytest.mark.parametrize("asked", [{}, {"kvcompress": {"method": "evs", "ratio": 1}}])
@@ -42,6 +42,7 @@ def test_the_environment_or_the_argument_chooses_the_model_that_prunes(monkeypat
     configure(by_argument)
     assert by_argument.hf_overrides == {"x": 1, "architectures": [MODELS[QWEN]], "kvcompress": asked}
     assert by_argument.video_pruning_rate
+    configure(by_argument)  # vLLM may ask for its configuration twice
     monkeypatch.setenv("KVCOMPRESS_METHOD", "evs")
     monkeypatch.setenv("KVCOMPRESS_RATIO", "0.25")
     by_environment = arguments(x=1)
@@ -67,13 +68,15 @@ def cpu(vllm, monkeypatch) -> SimpleNamespace:
 
 def evicting(**more) -> SimpleNamespace:
     asked = {"method": "knorm", "ratio": 0.5}
-    defaults = {"kv_transfer_config": None, "worker_cls": "auto", "tensor_parallel_size": 1}
-    return SimpleNamespace(hf_overrides={"kvcompress": asked, "x": 1}, **{**defaults, **more})
+    return SimpleNamespace(hf_overrides={"kvcompress": asked, "x": 1}, **{**vllm_plugin.UNCHANGED, **more})
 
 
-def test_a_kv_method_chooses_the_connector_and_the_worker_that_evict(cpu):
+def test_a_kv_method_chooses_the_connector_and_the_worker_that_evict(cpu, monkeypatch):
+    monkeypatch.setenv("KVCOMPRESS_METHOD", "knorm")
+    monkeypatch.setenv("KVCOMPRESS_RATIO", "0.5")
     given = evicting()
-    configure(given)
+    for _ in range(2):  # vLLM may ask for its configuration twice
+        configure(given)
     assert given.hf_overrides == {"x": 1}
     assert given.worker_cls == "kvcompress.engines.vllm_eviction.EvictingCPUWorker"
     connector = given.kv_transfer_config
@@ -81,7 +84,15 @@ def test_a_kv_method_chooses_the_connector_and_the_worker_that_evict(cpu):
     assert connector["kv_connector_extra_config"] == {"method": "knorm", "ratio": 0.5}
 
 
-@pytest.mark.parametrize("taken", [{"tensor_parallel_size": 2}, {"worker_cls": "x.Y"}, {"kv_transfer_config": {}}])
+@pytest.mark.parametrize(
+    "taken",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"worker_cls": "x.Y"},
+        {"kv_transfer_config": {}},
+    ],
+)
 def test_eviction_is_refused_where_it_does_not_reach(taken, cpu):
     with pytest.raises(KVCompressError, match=f"cannot evict in vLLM with {next(iter(taken))}="):
         configure(evicting(**taken))
@@ -116,7 +127,7 @@ def test_bad_input_is_one_line_before_anything_is_read(asked, message, vllm, mon
 def test_another_release_another_model_or_another_pruner_is_an_error(vllm, monkeypatch):
     asked = {"method": "evs", "ratio": 0.5}
     with pytest.raises(KVCompressError, match="both prune videos"):
-        configure(SimpleNamespace(hf_overrides={"kvcompress": asked}, video_pruning_rate=0.5))
+        configure(SimpleNamespace(hf_overrides={"kvcompress": asked}, video_pruning_rate=0.5, worker_cls="auto"))
     monkeypatch.setattr(vllm_plugin, "architecture_of", lambda arguments: "LlavaForConditionalGeneration")
     with pytest.raises(KVCompressError, match=r"no model of architecture 'Llava.*valid: Qwen2_5_VL"):
         configure(arguments(kvcompress=asked))

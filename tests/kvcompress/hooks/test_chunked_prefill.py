@@ -298,14 +298,14 @@ def test_norms_over_the_heads_leave_out_places_that_hold_nothing():
     """Heads of a ragged layer hold different numbers of entries; what fills up the shorter ones differs in a batch."""
     options = {"window_size": 1, "kernel_size": 1, "pooling": "avg", "budget": 25, "prefill_chunk": 3}
     rows = fuzz.of_rows("qwen2-vl", [43, 51, 29], "defensivekv", seed=9928, **options)
-    fuzz.check({**rows, "more": [20, 1, 20]})
+    assert fuzz.check({**rows, "more": [20, 1, 20]}, has_ties=False) == {"rows", "second prompts"}
 
 
 def test_the_mean_over_a_window_leaves_out_the_pads_of_a_second_prompt():
     options = {"window_size": 8, "pooling": "max", "ratio": 0.665, "ratio_of": "vision", "merge": "d2o-paper"}
     decoding = {"decode_interval": 1, "decode_ratio": 0.27}
     rows = fuzz.of_rows("qwen2-vl", [24, 37, 56], "defensivekv", seed=116, **options, **decoding)
-    fuzz.check({**rows, "more": [4, 1, 1]})
+    assert fuzz.check({**rows, "more": [4, 1, 1]}, has_ties=False) == {"rows", "second prompts"}
 
 
 @pytest.mark.parametrize(
@@ -314,13 +314,14 @@ def test_the_mean_over_a_window_leaves_out_the_pads_of_a_second_prompt():
 )
 def test_an_observation_windows_votes_leave_out_the_pads_of_a_second_prompt(method, options):
     rows = fuzz.of_rows("qwen2", [35, 46], method, seed=4, window_size=8, prefill_chunk=8, **options)
-    fuzz.check({**rows, "more": [20, 1]})
+    assert fuzz.check({**rows, "more": [20, 1]}) == {"rows", "second prompts"}
 
 
 def test_keys_that_hold_all_of_the_attention_are_told_up_to_rounding():
     options = {"window_size": 8, "kernel_size": 1, "pooling": "max", "mass": 1.0, "ratio": 0.563, "merge": "cam"}
     rows = fuzz.of_rows("qwen2", [49, 19], "defensivekv", seed=7312, prefill_chunk=1, **options)
-    fuzz.check({**rows, "heads": (6, 2), "options": {**rows["options"], "first_token": "compressed"}})
+    rows |= {"heads": (6, 2), "options": {**rows["options"], "first_token": "compressed"}}
+    assert fuzz.check(rows, has_ties=False) == {"rows"}
 
 
 def test_sums_over_a_long_chunk_are_those_of_all_its_queries_at_once(monkeypatch):

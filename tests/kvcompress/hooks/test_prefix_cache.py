@@ -13,7 +13,7 @@ from kvcompress import PrefixCache
 from kvcompress.errors import KVCompressError
 from tests.support import answers
 from tests.support.examples import examples, some
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, sliding_model
 from tests.support.in_flight import with_end
 from tests.support.strategies import METHODS, SOME_METHODS, cases
 
@@ -121,12 +121,43 @@ def test_the_same_tokens_at_other_positions_are_others():
     torch.testing.assert_close(logits[2], logits[0], atol=TOLERANCE, rtol=0)
 
 
+def rotated_by_length() -> torch.nn.Module:
+    """A Qwen2 that rotates all tokens of prompts beyond 20 by their length (dynamic NTK)."""
+    config = copy.deepcopy(QWEN2.build().config)
+    config.max_position_embeddings = 20
+    config.rope_parameters = {**config.rope_parameters, "rope_type": "dynamic", "factor": 4.0}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return type(QWEN2.build())(config).eval()
+
+
+@pytest.mark.parametrize("make", [rotated_by_length, partial(sliding_model, "sliding", "full")])
+def test_where_tokens_depend_on_more_than_those_before_them_nothing_is_shared(make):
+    model, prefixes = make(), PrefixCache(gb=1)
+    inputs = QWEN2.inputs(model, [63])
+    shorter = {name: part[:, :40] for name, part in inputs.items()}
+    for prompt in (shorter, inputs):
+        assert_same(answer(model, prompt, "snapkv", 0.5, prefixes), answer(make(), prompt, "snapkv", 0.5))
+    assert prefixes.reused_tokens == 0
+
+
+def test_after_a_model_has_changed_a_cleared_cache_knows_nothing_of_it():
+    model, prefixes = copy.deepcopy(QWEN2.build()), PrefixCache(gb=1)
+    inputs = QWEN2.inputs(model, [40])
+    answer(model, inputs, "snapkv", 0.5, prefixes)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(-1)
+    prefixes.clear()
+    assert_same(answer(model, inputs, "snapkv", 0.5, prefixes), answer(model, inputs, "snapkv", 0.5))
+
+
 def test_models_dtypes_and_adapters_do_not_share():
     model, prefixes = copy.deepcopy(QWEN2.build()), PrefixCache(gb=1)
     inputs = QWEN2.inputs(model, [40])
     answer(model, inputs, prefixes=prefixes)
     answer(copy.deepcopy(model), inputs, prefixes=prefixes)
     answer(model.bfloat16(), inputs, prefixes=prefixes)
+    assert prefixes.reused_tokens == 0
     answer(model.float(), inputs, prefixes=prefixes)  # with what bfloat16 left of its embeddings
     projection = model.model.layers[0].self_attn.q_proj
     projection.base_layer, projection.active_adapters = torch.nn.Identity(), ["default"]

@@ -3,11 +3,13 @@
 import gc
 import itertools
 import pkgutil
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import BaseStreamer
 
@@ -217,6 +219,7 @@ def test_an_answer_is_as_long_as_its_request_says_or_else_the_run_or_else_the_se
     own = [Request(inputs, way) for way in ways.values()]
     assert lengths(inputs, *own) == [7, *ways]
     assert lengths(inputs, *own, max_new_tokens=6) == [6, *ways]
+    assert lengths(inputs, *own, generation_config=GenerationConfig(max_new_tokens=6)) == [6, *ways]
     for most, way in ways.items():
         assert lengths(inputs, **way) == [most]
 
@@ -372,9 +375,16 @@ def test_where_memory_does_not_suffice_the_slots_are_halved_and_no_token_changes
     model, requests, expected = answered
     memory, target = OutOfMemory(*at), f"kvcompress.inflight.{name}"
     monkeypatch.setattr(target, memory.failing(pkgutil.resolve_name(target)))
+    heard = [[] for _ in requests]
+    listening = [
+        Request(one, on_tokens=lambda tokens, of_one=of_one: of_one.append(list(tokens)))
+        for one, of_one in zip(requests, heard, strict=True)
+    ]
     with kvcompress.compress(model, "snapkv", 0.3, **EVICTING) as session:
-        run = session.generate_many(requests, slots=4, max_new_tokens=10, do_sample=False)
+        run = session.generate_many(listening, slots=4, max_new_tokens=10, do_sample=False)
         found = {answer.index: answer.tokens.tolist() for answer in run}
+    for of_one, tokens in zip(heard, expected, strict=True):  # a request without its slot begins again
+        assert of_one[-len(tokens) :] == [tokens[: n + 1] for n in range(len(tokens))]
     assert memory.calls > max(at)
     assert run.halved == len(at)
     assert run.tokens == sum(map(len, expected))  # those of a lost slot do not count twice
@@ -384,24 +394,81 @@ def test_where_memory_does_not_suffice_the_slots_are_halved_and_no_token_changes
         answers_of(model, requests, 4, **GREEDY, on_oom="raise")
 
 
-@pytest.mark.parametrize("options", [{"merge": "d2o"}, {"positions": "cache"}], ids=str)
-def test_an_eviction_that_ran_out_of_memory_is_tried_again_from_what_was_there(monkeypatch, options):
+class LittleMemory(TorchDispatchMode):
+    """Memory runs out in the operation that follows `operations` others; those that write in place need none."""
+
+    def __init__(self, operations: int):
+        super().__init__()
+        self.left = operations
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function._schema.is_mutable:
+            if not self.left:
+                raise torch.OutOfMemoryError("no more")
+            self.left -= 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("operations", [0, 8, 16])
+@pytest.mark.parametrize("options", [{"merge": "d2o"}, {"positions": "cache"}, {"head_budget": "adaptive"}], ids=str)
+def test_an_eviction_that_ran_out_of_memory_is_tried_again_from_what_was_there(monkeypatch, options, operations):
     model, requests = requests_of("qwen2", lengths=[40, 23, 61, 35])
     options, place, calls = {**EVICTING, **options}, SlotPool.place, iter(range(10**6))
 
-    def failing(self, slots, kept, counts, **room):  # by name: an eviction's, not a prompt's
-        if next(calls) == 3:
-            raise torch.OutOfMemoryError("no more")
-        place(self, slots, kept, counts, **room)
-
-    def routed(self, *args, **kwargs):
-        return (failing if kwargs else place)(self, *args, **kwargs)
+    def failing(self, slots, kept, counts):
+        is_eviction = slots[0] in self._placed  # else a prompt's
+        with LittleMemory(operations) if is_eviction and next(calls) == 6 else nullcontext() as little:
+            place(self, slots, kept, counts)
+        assert little is None, "memory sufficed"
 
     expected = [tokens_alone(model, one, session_options=options, max_new_tokens=12) for one in requests]
-    monkeypatch.setattr(SlotPool, "place", routed)
+    monkeypatch.setattr(SlotPool, "place", failing)
     found = answers_of(model, requests, 4, session_options=options, max_new_tokens=12)
-    assert next(calls) > 4
+    assert next(calls) > 7
     assert [answer.tokens.tolist() for answer in found] == expected
+
+
+def test_an_eviction_is_tried_again_with_each_sequence_s_own_position(monkeypatch):
+    """Slots are numbered anew before it, in the order in which they were filled."""
+    model, requests = requests_of("qwen2", lengths=[40, 30, 200, 60, 90])
+    new = [7, 20, 20, 20, 20]  # the last takes the first's slot
+    how = {"method": "expected-attention", "session_options": {"decode_budget": 12, "decode_interval": 5}}
+    expected = [tokens_alone(model, one, max_new_tokens=n, **how) for one, n in zip(requests, new, strict=True)]
+    target = "kvcompress.inflight.layer.SlotLayer._replace"
+    for at in (7, 13, 22):
+        memory = OutOfMemory(at)
+        with monkeypatch.context() as patch:
+            patch.setattr(target, memory.failing(pkgutil.resolve_name(target)))
+            asked = [Request(one, {"max_new_tokens": n}) for one, n in zip(requests, new, strict=True)]
+            found = answers_of(model, asked, 4, **how)
+        assert memory.calls > at
+        assert [answer.tokens.tolist() for answer in found] == expected
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_where_memory_does_not_suffice_to_sample_the_slots_are_halved_too(monkeypatch, slots):
+    model, requests = requests_of("qwen2")
+    how = {"do_sample": True, "top_k": 1, "max_new_tokens": 6}
+    expected = [tokens_alone(model, one, **how) for one in requests]
+    memory, target = OutOfMemory(9), "kvcompress.inflight.request.TokenSampler.next_token"
+    monkeypatch.setattr(target, memory.failing(pkgutil.resolve_name(target)))
+    found = answers_of(model, requests, slots, **how)
+    failed = [answer.index for answer in found if answer.error is not None]
+    assert failed == ([1] if slots == 1 else [])
+    assert all(answer.tokens.tolist() == expected[answer.index] for answer in found if answer.index not in failed)
+    memory.at = (memory.calls + 9,)
+    with pytest.raises(torch.OutOfMemoryError):
+        answers_of(model, requests, slots, **how, on_oom="raise")
+
+
+def test_a_run_that_is_closed_holds_nothing():
+    model, requests = requests_of("qwen2")
+    with kvcompress.compress(model, "snapkv", 0.3) as session:
+        run = session.generate_many(requests, slots=2, max_new_tokens=9)
+        next(run.by_step())
+        assert run.kv_bytes > 0
+        run.close()
+        assert run.kv_bytes == 0 < run.peak_kv_bytes
 
 
 def test_a_step_that_ran_out_of_memory_is_tried_again_with_the_attention_before_it(monkeypatch):

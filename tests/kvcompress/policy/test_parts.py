@@ -34,6 +34,12 @@ def test_a_scorer_gives_its_scores_and_the_method_the_rest(scorer):
     assert kept("adakv", scorer=scorer) != kept("adakv")
 
 
+@pytest.mark.parametrize(("method", "scorer"), [("snapkv", "pyramidkv"), ("mixkv", "adamixkv")])
+def test_a_scorer_that_derives_from_the_method_leaves_it_its_parts(method, scorer):
+    parts = {part: getattr(method_info(method).cls, part) for part in ("layer_budget", "head_budget", "merge")}
+    assert kept(method, scorer=scorer) == kept(scorer, **parts)
+
+
 def test_a_scorer_brings_its_own_options():
     small = kept("pyramidkv", scorer="snapkv", window_size=2, kernel_size=1)
     assert small == kept("snapkv", window_size=2, kernel_size=1, layer_budget="pyramid")
@@ -54,6 +60,13 @@ def test_shared_heads_keep_the_same_tokens():
     for layer in kept("snapkv", head_budget="shared", window_size=4):
         assert all(row[0] == row[1] for row in layer)
     assert any(row[0] != row[1] for layer in kept("snapkv", window_size=4) for row in layer)
+
+
+@pytest.mark.parametrize("rule", ["sparsity", "hybrid", "sparsity-effivlm"])
+def test_layers_in_which_nothing_counts_share_evenly(rule):
+    """Such as those of a row whose embeddings are not finite."""
+    prompt = kvcompress.Prompt(0, 3, [40], [10], 1.0)
+    assert layer_budget(rule).budgets(prompt, torch.zeros(3, 1)) == [[10]] * 3
 
 
 @pytest.mark.parametrize("rule", [name for name, rule in list_layer_budgets().items() if rule.is_exact])

@@ -1,3 +1,4 @@
+import math
 from itertools import pairwise
 
 import pytest
@@ -32,7 +33,8 @@ def test_halves_round_up(ratio, length, kept):
 )
 def test_what_is_kept_on_top_is_no_part_of_a_ratio_but_of_a_number_of_entries(ratio, entries, on_top, length):
     kept = Budget(ratio, on_top=on_top)(length)
-    assert kept == min(on_top, length) if length <= on_top else kept - on_top in (0, Budget(ratio)(length - on_top))
+    of_rest = math.floor(ratio * max(length - on_top, 0) + 0.5)
+    assert kept == max(min(on_top, length) + of_rest, 1)
     assert Budget(entries=entries, on_top=on_top)(length) == Budget(entries=entries)(length)
 
 

@@ -286,6 +286,14 @@ def test_a_wrong_request_is_one_line_with_status_400(client, said):
     assert "\n" not in error["message"]
 
 
+@pytest.mark.parametrize("name", ["temperature", "top_p", "frequency_penalty"])
+def test_what_is_not_a_number_is_none(client, name):
+    asked = json.dumps({**body(), "temperature": 1, name: float("nan")})
+    response = client.post(CHAT, content=asked, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert f"{name}: Input should be a finite number" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -16,7 +16,7 @@ TOKENIZER = AutoTokenizer.from_pretrained(TINY_CHECKPOINT)
 class Bytes:
     """A tokenizer whose tokens are bytes, and that drops a space at the beginning as SentencePiece's do."""
 
-    def decode(self, tokens, skip_special_tokens):
+    def decode(self, tokens, skip_special_tokens, clean_up_tokenization_spaces):
         return bytes(tokens).decode(errors="replace").removeprefix(" ")
 
 

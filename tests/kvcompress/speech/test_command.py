@@ -332,6 +332,7 @@ def test_a_prompt_may_hold_separators_of_lines_other_than_the_files(tmp_path):
         ('{"text": "x", "audio": "no.wav"}', [], "there is no file"),
         ('{"text": "x", "audio": "p.jsonl"}', [], "is not a WAV file"),
         ('{"text": "x", "image": "a.wav"}', [], "is not a picture"),
+        ('{"text": "x", "image": "a.eps"}', [], "convert it to PNG"),
         ('{"text": "x", "image": "a.png"}', ["vision"], "needs the vision tower, which --without vision leaves out"),
         ('{"txt": "x"}', [], "p.jsonl:1 needs text"),
         ("{", [], "p.jsonl:1"),
@@ -339,7 +340,8 @@ def test_a_prompt_may_hold_separators_of_lines_other_than_the_files(tmp_path):
     ],
 )
 def test_a_wrong_prompt_is_named(tmp_path, line, without, message):
-    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
+    for name in ("a.png", "a.eps"):
+        Image.new("RGB", (40, 30)).save(tmp_path / name)
     write_wav(tmp_path / "a.wav", torch.zeros(100))
     (tmp_path / "p.jsonl").write_text(line)
     with pytest.raises(KVCompressError, match=message):

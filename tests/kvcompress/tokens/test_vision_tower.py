@@ -8,6 +8,7 @@ from transformers import AutoModelForImageTextToText, LlavaConfig, LlavaNextConf
 
 import kvcompress
 from kvcompress.check.reference import generate
+from kvcompress.tokens.prumerge import PruMergePlus
 from tests.support.token_methods import (
     LENGTHS,
     as_hidden,
@@ -145,7 +146,7 @@ def test_what_the_tower_saw_of_an_earlier_image_is_not_taken_for_the_present_one
 
 @pytest.mark.parametrize("next_too", [False, True], ids=["llava", "llava-next"])
 @pytest.mark.parametrize("method", ["visionzip", "prumerge+"])
-def test_a_tower_with_a_class_token_is_asked_through_it(method, next_too):
+def test_a_tower_with_a_class_token_is_asked_through_it(method, next_too, monkeypatch):
     tower = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3}
     text = {"model_type": "llama", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 32}
     config = (LlavaNextConfig if next_too else LlavaConfig)(
@@ -168,10 +169,20 @@ def test_a_tower_with_a_class_token_is_asked_through_it(method, next_too):
     weights = model.model.vision_tower(pixels.flatten(0, -4), output_attentions=True).attentions[-2]
     model.model.vision_tower.set_attn_implementation("sdpa")
     received = weights.double().mean(1)[:, 0, 1:]  # (tiles, patches)
-    options = {"contextual": 0.0, "tower_layer": -2} if method == "visionzip" else UNMERGED
     if method == "prumerge+":
-        as_hidden(model, inputs, method, 0.25, **options)
+        seen = []
+
+        def score(self, tokens):
+            seen.append(tokens.tower.received.double())
+            return tokens.tower.received
+
+        monkeypatch.setattr(PruMergePlus, "score", score)
+        as_hidden(model, inputs, method, 0.25, **UNMERGED, variant="heads", tower_layer=-2)
+        for row, found in enumerate(seen[0]):
+            tiles = received[2 * row : 2 * row + 2] if next_too else received[row : row + 1]
+            torch.testing.assert_close(found[found.isfinite()], tiles.flatten(), atol=1e-6, rtol=0)
         return
+    options = {"contextual": 0.0, "tower_layer": -2}
     with entering(model, 0) as states, kvcompress.compress(model, method, 0.25, **options) as session:
         generate(model, inputs, 1)
     kept = kept_columns(session.cache)

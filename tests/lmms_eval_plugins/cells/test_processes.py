@@ -116,6 +116,41 @@ def test_ranks_are_started_again_without_the_task_that_ended_them(started, monke
     assert len(started) == 6
 
 
+CELLS = """
+import os, sys, time
+from kvcompress.command_line import exit_code
+from kvcompress.errors import KVCompressError
+from lmms_eval_plugins.cells.processes import TaskFailures, left_out_of_a_group
+
+def evaluate(argv):
+    failures, rank = TaskFailures(["t"]), os.environ["RANK"]
+    for cell in argv:
+        if f"t/{cell}" in failures.left_out:
+            continue
+        with failures.noted("t", cell=cell), left_out_of_a_group("t", cell, cell != "named"):
+            if cell in ("refused", "named"):
+                if rank == "0":
+                    time.sleep(600)  # for the other
+                raise KVCompressError("row 0 cannot keep all")
+            if rank == "0":
+                print("did", cell, flush=True)
+    return 0
+
+sys.exit(exit_code(evaluate, sys.argv[1:], "cells"))
+"""
+
+
+def test_ranks_are_started_again_without_a_method_of_all_that_refuses_a_prompt(started, monkeypatch, capfd):
+    monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-c", CELLS])
+    assert processes.run_tasks(2, ["a", "refused", "b"]) == 0
+    out, err = capfd.readouterr()
+    assert out.split("did ")[-2:] == ["a\n", "b\n"]
+    assert err.splitlines()[-1] == "cell t/refused is left out, the others continue"
+    assert processes.run_tasks(2, ["a", "named", "b"]) == 2
+    assert capfd.readouterr().err.splitlines()[-1] == "error: row 0 cannot keep all"
+    assert len(started) == 6
+
+
 def test_ranks_with_a_single_task_or_nothing_that_failed_are_started_once(started, monkeypatch, capfd):
     monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-c", TASKS])
     assert processes.run_tasks(2, ["a", "b"]) == 0

@@ -16,13 +16,19 @@ from tests.support.evaluation import FOUR
 
 def test_lmms_eval_is_told_the_model_arguments_that_were_given_and_the_flags(monkeypatch):
     asked = {}
-    monkeypatch.setattr(lmms_eval.evaluator, "simple_evaluate", lambda **given: asked.update(given))
-    plan = SimpleNamespace(request=parse([*FOUR, "--limit", "2", "--seed", "7", "--gen_kwargs", "top_k=3,num_beams=2"]))
+
+    def evaluate(gen_kwargs, **given):
+        asked.update(given, gen_kwargs=lmms_eval.evaluator.simple_parse_args_string(gen_kwargs))
+
+    monkeypatch.setattr(lmms_eval.evaluator, "simple_evaluate", evaluate)
+    flags = ["--limit", "2", "--seed", "7", "--gen_kwargs", 'top_k=3,until=a" \n,stop=007']
+    plan = SimpleNamespace(request=parse([*FOUR, *flags]))
     job = SimpleNamespace(plan=plan, asked=None, cell=SimpleNamespace(task="tiny_textvqa"))
     lm = SimpleNamespace(args=ModelArguments(pretrained="m", dtype="float32"), batch_size=1, device="cpu")
     run_lmms_eval(lm, job, "folder")
     assert asked["model_args"] == {"pretrained": "m", "dtype": "float32"}
-    assert (asked["tasks"], asked["limit"], asked["gen_kwargs"]) == (["tiny_textvqa"], 2, "top_k=3,num_beams=2")
+    assert (asked["tasks"], asked["limit"]) == (["tiny_textvqa"], 2)
+    assert asked["gen_kwargs"] == {"top_k": 3, "until": 'a" \n', "stop": "007"}
     assert {asked[f"{name}_seed"] for name in ("random", "numpy_random", "torch_random", "fewshot_random")} == {7}
 
 
@@ -51,8 +57,8 @@ def test_tokens_of_an_answer_count_for_each_metric_that_has_a_number_for_all_its
 def test_tokens_of_repeated_answers_are_those_of_one_because_one_is_scored():
     measured = [{"tokens_out": count} for count in (3, 4, 5)]
     sample = {"task": "t", "doc_id": 0, "filter": "none", "measurement": measured[-1], "measurements": measured}
-    output = {"results": {"t": {"acc,none": 1.0}}, "configs": {"t": {}}}
-    sums = metric_tokens(output, [{**sample, "acc": 1.0}], repeats=3)
+    output = {"results": {"t": {"acc,none": 1.0}}, "configs": {"t": {"repeats": 3}}}
+    sums = metric_tokens(output, [{**sample, "acc": 1.0}])
     assert sums == {"t": {"acc,none": {"tokens_out": 4, "score": 1.0}}}
 
 

@@ -317,14 +317,14 @@ def test_a_video_without_a_frame_is_an_error_that_says_so(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    "part",
+    ("part", "said"),
     [
-        {"type": "audio", "url": "a.wav"},
-        {"type": "video", "url": "a.mp4", "start_time": 1.0, "end_time": 2.0},
-        {"type": "video", "url": ["a.mp4"]},
-        {"type": "image", "url": b"png"},
+        ({"type": "audio", "url": "a.wav"}, "content of type 'audio' is not supported"),
+        ({"type": "video", "url": "a.mp4", "start_time": 1.0, "end_time": 2.0}, "clips .* are not supported"),
+        ({"type": "video", "url": ["a.mp4"]}, "a video must be a file name, got list"),
+        ({"type": "image", "url": b"png"}, "an image must be a PIL image or a file name, got bytes"),
     ],
 )
-def test_media_that_is_not_supported_is_an_error(part):
-    with pytest.raises(KVCompressError):
+def test_media_that_is_not_supported_is_an_error(part, said):
+    with pytest.raises(KVCompressError, match=said):
         read_messages(ChatMessages(messages=[{"role": "user", "content": [part]}]), 4)

@@ -49,6 +49,12 @@ def test_a_table_has_a_row_per_size_with_mean_and_spread(folder):
     assert "draws=N" not in markdown(sweep_frame(load_cells(folder)), "one")
 
 
+def test_a_copy_of_a_cell_is_no_draw(tmp_path):
+    folder = write(tmp_path, "one", "random", 0.5, "abxx")
+    frame = sweep_frame(load_cells(folder) * 2)
+    assert pooled(frame)["series"].tolist() == ["random", "random"]
+
+
 def test_metrics_take_the_mean_over_draws_of_every_question(folder, capsys, tmp_path):
     write(tmp_path, "one", "hindsight", 0.5, "abcd")
     write(tmp_path, "one", "snapkv", 0.5, "abcx")

@@ -109,6 +109,17 @@ def test_a_group_has_the_mean_over_the_questions_of_its_tasks():
     assert headline(cell(own, questions, "g", group_subtasks=subtasks)).score == 0.7
 
 
+@pytest.mark.parametrize("names", [("pairs", "single"), ("single", "pairs")])
+def test_a_groups_own_metrics_have_the_order_and_the_direction_that_its_tasks_list(names):
+    """lmms-eval writes a group's in any order."""
+    listed = {"a": {"metric_list": [{"metric": "single", "higher_is_better": False}, {"metric": "pairs"}]}}
+    scores = {"g": {f"{name},none": 0.5 for name in names}, "a": {}}
+    found = headline(cell(scores, {}, "g", group_subtasks={"g": ["a"]}, configs=listed))
+    assert (found.metric, found.is_lower_better) == ("single", True)
+    unlisted = headline(cell(scores, {}, "g", group_subtasks={"g": ["a"]}))
+    assert unlisted.metric == "pairs"
+
+
 def test_a_group_whose_tasks_share_no_metric_has_none():
     scores = {"g": {}, "a": {"acc,none": 0.5}, "b": {"sum,none": 1500.0}}
     assert headline(cell(scores, {}, "g", group_subtasks={"g": ["a", "b"]})) is None

@@ -114,6 +114,13 @@ def test_tables_show_text_as_text(root, tmp_path):
     assert r"\textasciicircum{}\textasciitilde{}" in (tmp_path / "tables.tex").read_text()
 
 
+def test_batch_sizes_may_be_numbers_and_auto(tmp_path):
+    for size in (4, "auto"):
+        write_answers(tmp_path / "results", "one", "full", 1.0, "abcd", settings={"batch_size": size})
+    write_tables(load_groups(tmp_path / "results"), tmp_path)
+    assert set(pd.read_parquet(tmp_path / "cells.parquet")["batch_size"]) == {"4", "auto"}
+
+
 def test_files_hold_every_cell_and_every_sample(report):
     cells, samples = pd.read_parquet(report / "cells.parquet"), pd.read_parquet(report / "samples.parquet")
     assert {(row.method, row.ratio): row.score for row in cells.itertuples()} == SCORES
@@ -565,7 +572,9 @@ def test_settings_in_another_order_are_the_same_and_the_tokens_of_all_rounds_cou
 
 
 def test_of_repeated_answers_the_mean_tokens_count(tmp_path):
-    folder = write_answers(tmp_path, "t", "full", 1.0, "abcd", tokens=3, settings={"repeats": 2})
+    folder = write_answers(tmp_path, "t", "full", 1.0, "abcd", tokens=3)
+    results = next(folder.glob("full*")) / "results.json"  # of `--repeats`, or of the task's own file
+    results.write_text(json.dumps(json.loads(results.read_text()) | {"configs": {"t": {"repeats": 2}}}))
     samples = next(folder.glob("full*")) / "samples.jsonl"
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
     rows = [row | {"measurements": [row["measurement"], row["measurement"] | {"tokens_out": 4}]} for row in rows]

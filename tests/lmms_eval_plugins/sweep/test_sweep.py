@@ -358,6 +358,13 @@ def test_a_failed_trial_is_named_does_not_end_the_sweep_and_is_tried_again(fake,
     assert command.main(arguments) == 0
     assert fake.evaluated == ["full-1", "snapkv-0.2", "snapkv-0.5"]
     assert [row[0] for row in report_of(tmp_path / "out")] == ["1", "3", "4"]
+    fake.broken = (0.5,)  # and its cell is gone
+    (lost,) = (tmp_path / "out").rglob("snapkv-0.5")
+    shutil.rmtree(lost)
+    capsys.readouterr()
+    assert command.main(arguments) == 1
+    assert "trials failed; the same command tries them again" in capsys.readouterr().err.splitlines()[-1]
+    assert [row[0] for row in report_of(tmp_path / "out")] == ["1", "4"]
 
 
 def test_multiples_of_a_step_are_short_numbers(tmp_path, config):

@@ -266,7 +266,9 @@ def test_two_processes_share_the_questions(tasks, checkpoint, finished, tmp_path
     monkeypatch.setenv("NUM_PROCESSES", "2")
     code, folder = run(tasks, checkpoint, tmp_path)
     assert code == 0
-    for cell in folder.glob("*/results.json"):
+    cells = list(folder.glob("*/results.json"))
+    assert len(cells) == 2
+    for cell in cells:
         assert asked(cell.parent) == asked(finished / cell.parent.name)
 
 
