@@ -1,12 +1,12 @@
-"""Make a leaderboard submission of the bundled model: a few methods on all bundled tasks.
+"""Make a leaderboard submission of the bundled model: a few methods on five bundled tasks.
 
     python -m benchmarks.leaderboard
     python -m kvcompress leaderboard benchmarks/results/leaderboard.tar.xz
 
 Writes the archive if `leaderboard --check` finds no problem, with the tables of all methods whose answers are in
-benchmarks/results (verdict.py, ruler.py), and which method they choose into docs/methods-compared.md. Cells that are
-complete in `--folder` are not computed again; `--tables-only` keeps those of the archive. The archive contains no
-folder names of this machine.
+benchmarks/results (verdict.py, ruler.py, method_table.py's list), and which method they choose into
+docs/methods-compared.md. Cells that are complete in `--folder` are not computed again; `--tables-only` keeps those of
+the archive. The archive contains no folder names of this machine.
 """
 
 import io

@@ -117,7 +117,8 @@ def run(plan: Plan, argv: list[str]) -> int:
                 score_again(job, kept[job.folder])
                 log(job)
                 failures.working.add(job.cell.task)
-    if unanswered := [job for job in pending if job.folder not in kept and job.cell.task not in failures.reasons]:
+    asked = [job for job in pending if f"{job.cell.task}/{job.name}" not in failures.left_out]
+    if unanswered := [job for job in asked if job.folder not in kept and job.cell.task not in failures.reasons]:
         from .report.significance import power_line
 
         for job in {job.cell.task: job for job in unanswered}.values():

@@ -16,7 +16,6 @@ from transformers import CompileConfig, DynamicCache, PreTrainedConfig, PreTrain
 
 from ..cache.cache import CompressedCache
 from ..cache.layer import nbytes_of
-from ..command_line import key_values
 from ..device import peak_memory, reset_peak_memory
 from ..errors import KVCompressError
 from ..hooks.session import attach
@@ -75,8 +74,16 @@ class MethodSpec:
         Raises KVCompressError for what `make_policy` rejects, and for methods that need images."""
         name, *given = text.split(":")
         ratio = None if name == "full" else ratio
-        found = key_values(given, ("method", "ratio"))
-        options = {key: None if value == "None" else value for key, value in found.items()}
+        options = {}
+        for option in given:
+            key, is_pair, value = option.partition("=")
+            if not is_pair:
+                raise KVCompressError(f"in {text!r}, {option!r} is not NAME=VALUE")
+            if key in ("method", "ratio"):
+                raise KVCompressError(f"in {text!r}, {option!r} is not an option of a method")
+            if key in options:
+                raise KVCompressError(f"in {text!r}, {key}= is given twice")
+            options[key] = None if value == "None" else value
         policy = make_policy(name, ratio, **options)
         if policy.tokens is not None:
             raise KVCompressError(f"method {name!r} drops vision tokens, and the bench's prompts have none")

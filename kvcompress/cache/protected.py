@@ -97,7 +97,7 @@ def protected_tokens(
     places = torch.arange(columns)
     counts, in_context = mask.sum(1).tolist(), (mask & (places < ends)).sum(1).tolist()
     for row, (length, protected) in enumerate(zip(context, in_context, strict=True)):
-        # Chunks of a later prompt share the budget of all tokens so far.
+        # Chunks of a later prompt share the budget of all tokens so far: `check_together`.
         if length and (is_first or policy.engine.prefill_chunk is None):
             most = policy.budget(length)
             _check(policy, row, protected, most, f"the budget keeps {most}")
@@ -114,13 +114,17 @@ def protected_tokens(
 
 
 def check_together(policy: Policy, before: Protected | None, new: Protected | None, lengths: list[int]) -> None:
-    """Raise KVCompressError if what is protected of earlier prompts and of a new one has no room at the next eviction;
-    `lengths` are each row's real tokens, the new ones included."""
-    if before is None or new is None or policy.decode is None:
+    """Raise KVCompressError if what is protected of earlier prompts and of a new one has no room at the next eviction,
+    or in chunks; `lengths` are each row's real tokens, the new ones included."""
+    if before is None or new is None:
         return
     for row, (length, *entries) in enumerate(zip(lengths, before.entries, new.entries, strict=True)):
-        most = policy.decode(length + policy.decode_interval)
-        _check(policy, row, sum(entries) + 1, most, f"{most} stay while decoding, the latest among them")
+        if policy.engine.prefill_chunk is not None:
+            most = policy.budget(length)
+            _check(policy, row, sum(entries), most, f"the budget keeps {most}")
+        if policy.decode is not None:
+            most = policy.decode(length + policy.decode_interval)
+            _check(policy, row, sum(entries) + 1, most, f"{most} stay while decoding, the latest among them")
 
 
 def _check(policy: Policy, row: int, needed: int, room: int, what: str) -> None:

@@ -21,7 +21,7 @@ MODELS = {  # architecture -> class in vllm_models.py
     "Qwen2_5_VLForConditionalGeneration": "PrunedQwen2_5_VL",
     "Qwen3VLForConditionalGeneration": "PrunedQwen3VL",
 }
-EVICTING = f"{__package__}.vllm_eviction.EvictingCPUWorker"
+CONFIGURED = "_kvcompress_configured"  # an attribute of the engine's arguments
 UNCHANGED = {"kv_transfer_config": None, "worker_cls": "auto", "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
 
 
@@ -52,10 +52,14 @@ def register() -> None:
 def configure(arguments: Any) -> None:
     """Make vLLM's `EngineArgs` load a model that prunes, if it is asked for; once, however often vLLM asks for its
     configuration. Raises KVCompressError."""
-    overrides = arguments.hf_overrides
-    prunes = isinstance(overrides, dict) and overrides.get("architectures") in [[name] for name in MODELS.values()]
-    if prunes or arguments.worker_cls == EVICTING:
+    if vars(arguments).get(CONFIGURED):
         return
+    _configure(arguments)
+    setattr(arguments, CONFIGURED, True)
+
+
+def _configure(arguments: Any) -> None:
+    overrides = arguments.hf_overrides
     given = overrides.get(KEY, {}) if isinstance(overrides, dict) else {}
     if not isinstance(given, dict):
         raise KVCompressError(f"hf_overrides: {KEY!r} is {shown(given)}, not the method with its options")
@@ -102,7 +106,7 @@ def evict(arguments: Any, asked: dict[str, Any]) -> None:
     for name, own in UNCHANGED.items():
         if (value := getattr(arguments, name)) != own:
             raise KVCompressError(f"kvcompress cannot evict in vLLM with {name}={shown(value)}")
-    arguments.worker_cls = EVICTING
+    arguments.worker_cls = f"{__package__}.vllm_eviction.EvictingCPUWorker"
     arguments.kv_transfer_config = KVTransferConfig(
         kv_connector="EvictionConnector",
         kv_connector_module_path=f"{__package__}.vllm_eviction",

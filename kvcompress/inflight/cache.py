@@ -124,6 +124,7 @@ class SlotCache(Cache):
 
     def take_back(self) -> None:
         """Undo a step that broke off."""
+        self._slots.rotary = None
         for layer in self.layers:
             layer.take_back()
 

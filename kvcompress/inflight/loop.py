@@ -103,7 +103,7 @@ class InFlight:
         return answer
 
     def close(self) -> None:
-        """Free the slots; requests that are under way get no answer."""
+        """Free the slots and end; requests that are under way get no answer."""
         self._answers.close()
 
     def by_step(self) -> Iterator[list[Answer]]:
@@ -147,7 +147,7 @@ class InFlight:
         try:
             yield from self._answered()
         except BaseException as error:
-            self._error = one_line(f"{type(error).__name__}: {error}")
+            self._error = None if isinstance(error, GeneratorExit) else one_line(f"{type(error).__name__}: {error}")
             self._end()
             raise
 

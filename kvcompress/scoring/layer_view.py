@@ -120,7 +120,8 @@ class LayerView:
         protected_lengths: number of protected columns of each row; empty if nothing is protected.
         groups: LongTensor (batch, columns), the group of each column that `fair=` names; None without it, and among
             stored entries.
-        row_seeds: one integer per row, a checksum of its tokens, for randomness that depends on the row, not the batch.
+        row_seeds: one integer per row, a checksum of its context's tokens, for randomness that depends on the row, not
+            the batch.
         module: the model's attention module, for scores that need its weights (`o_proj`).
         rotary: the rotation of the prompt's columns (while decoding: of the latest), for a cluster that asks for it.
         settings: the requested options.

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcompress.errors import one_line
-from kvcompress.hooks.replacement import Replacement
 
 from ..text.run import evaluate_text
 from ..text.tasks import TextTask
@@ -189,6 +188,8 @@ def run_lmms_eval(lm: "Answerer", job: Job, folder: Path | str) -> dict[str, Any
     """Run lmms-eval on the cell's task and return its output. Some tasks write files, such as a submission to a test
     server, into `folder`."""
     from lmms_eval import evaluator
+
+    from kvcompress.hooks.replacement import Replacement
 
     flags = job.plan.request.flags
     with (

@@ -131,6 +131,17 @@ def test_a_short_later_prompt_has_the_room_of_all_tokens_so_far(options):
     assert session.cache.seen_tokens == 120
 
 
+def test_prompts_in_chunks_that_together_protect_more_than_the_budget_are_refused_before_the_second():
+    model = QWEN2.build()
+    ids = QWEN2.inputs(model, [30])["input_ids"]
+    options = {"window_size": 4, "protect": "last:9", "prefill_chunk": 16}
+    with kvcompress.compress(model, "snapkv", budget=16, **options) as session:
+        cache = model(ids, use_cache=True).past_key_values
+        with pytest.raises(KVCompressError, match="needs 18 entries in row 0, but the budget keeps 16"):
+            model(ids, past_key_values=cache)
+    assert session.cache.seen_tokens == 30
+
+
 def test_a_later_prompt_protects_its_own_end():
     model = QWEN2.build()
     first, second = (QWEN2.inputs(model, [30], seed=seed)["input_ids"] for seed in (1, 2))

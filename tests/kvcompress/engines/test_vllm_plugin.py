@@ -30,10 +30,13 @@ def arguments(**overrides) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("asked", [{}, {"kvcompress": {"method": "evs", "ratio": 1}}])
-def test_where_nothing_is_to_be_pruned_vllm_is_as_it_is(asked):
+def test_where_nothing_is_to_be_pruned_vllm_is_as_it_is(asked, monkeypatch):
     given = arguments(**asked, text_config={"x": 1})
     configure(given)
-    assert given == arguments(text_config={"x": 1})
+    monkeypatch.setenv("KVCOMPRESS_METHOD", "evs")  # too late: vLLM asks for its configuration again
+    monkeypatch.setenv("KVCOMPRESS_RATIO", "0.25")
+    configure(given)
+    assert (given.hf_overrides, given.video_pruning_rate, given.worker_cls) == ({"text_config": {"x": 1}}, None, "auto")
 
 
 def test_the_environment_or_the_argument_chooses_the_model_that_prunes(monkeypatch):

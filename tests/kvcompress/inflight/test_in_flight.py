@@ -469,6 +469,7 @@ def test_a_run_that_is_closed_holds_nothing():
         assert run.kv_bytes > 0
         run.close()
         assert run.kv_bytes == 0 < run.peak_kv_bytes
+        assert list(run) == []
 
 
 def test_a_step_that_ran_out_of_memory_is_tried_again_with_the_attention_before_it(monkeypatch):
