@@ -186,6 +186,13 @@ def test_a_prompt_that_a_method_of_all_cannot_be_given_costs_its_cell_alone(tmp_
     assert done == set(asked_for(["all-tokens"])) - set(refused)
 
 
+def test_a_run_in_which_every_method_of_all_is_left_out_has_failed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "evaluate_cells", lambda lm, jobs, failures, log: None)
+    assert evaluate.main(["tiny_textvqa", "tiny", "all-tokens", "0.2", "--limit", "1"]) == 1
+    said = "error: none of the methods supports these prompts: there are no results"
+    assert capsys.readouterr().err.splitlines()[-1] == said
+
+
 def test_one_that_is_asked_for_by_name_ends_the_run_as_ever(tmp_path, monkeypatch, capsys):
     assert evaluate.main(["tiny_textvqa", "tiny", "dycoke", "0.2", "--limit", "1"]) == 2
     assert "dycoke: row 0 cannot keep" in capsys.readouterr().err.splitlines()[-1]
