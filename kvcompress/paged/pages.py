@@ -76,7 +76,8 @@ class PagedRequest:
         is_reading: whether chunks of the prompt are missing; until then the prompt is kept whole.
         decoded: tokens since the latest eviction.
         tokens: facts about the prompt, after its last chunk.
-        rotary: the rotation of the prompt's chunks so far, if the method needs it; after the last one, of all.
+        rotary: the rotation of the prompt's chunks so far, if the method needs it; after the last one, of all, until
+            each layer has read it.
         known_rotation: that of a prefix that other requests have computed, before the first chunk is read.
         states: for a prefix cache, queries, keys and values of the whole prompt in each layer so far,
             (heads, tokens, head_dim).

@@ -208,6 +208,19 @@ def test_other_attention_implementations(implementation, fake_flash_attn):
         assert model.config._attn_implementation == implementation
 
 
+def test_a_request_holds_the_rotation_of_its_prompt_until_all_layers_have_read_it(monkeypatch):
+    model, prompts, evict, held = FAMILIES["qwen2"].build(2), prompts_of(40, 23), PagedCompressor._evict, []
+
+    def noting(self, group, *args):
+        held.extend(request.rotary for request in group.requests)
+        return evict(self, group, *args)
+
+    monkeypatch.setattr(PagedCompressor, "_evict", noting)
+    with paged.compress(model, "expected-attention", **EVICTING, **EVEN):
+        assert all(answers(model, pages_config(8, 20, 16), prompts, [12, 12]))
+    assert held == [[]] * len(held) != []
+
+
 def test_layers_with_a_sliding_window_keep_their_pages():
     model = MORE_FAMILIES["gemma3"].build()
     arguments, prompts, new = {"budget": 5, "decode_budget": 5, "decode_interval": 2}, prompts_of(6, 7, 6, 20), [10] * 4

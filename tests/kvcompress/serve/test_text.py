@@ -20,6 +20,14 @@ class Bytes:
         return bytes(tokens).decode(errors="replace").removeprefix(" ")
 
 
+class Cleaning:
+    """A tokenizer that, unless told otherwise, takes out the space before an apostrophe, as BERT's do."""
+
+    def decode(self, tokens, skip_special_tokens, clean_up_tokenization_spaces=True):
+        text = "".join(tokens)
+        return text.replace(" '", "'") if clean_up_tokenization_spaces else text
+
+
 def pieces(tokenizer, tokens, stops=()) -> tuple[list[str], AnswerText]:
     text, found = AnswerText(tokenizer, stops), []
     for end in range(1, len(tokens) + 1):
@@ -49,6 +57,10 @@ def test_the_text_ends_before_the_first_stop_string_whatever_the_tokens(written,
     shown = "".join(found)
     assert shown in ({whole[:end] for end in ends} or {whole})  # of those that overlap, the one that is complete first
     assert not any(stop in shown for stop in stops)
+
+
+def test_no_letter_is_lost_to_a_tokenizer_that_takes_out_spaces():
+    assert "".join(pieces(Cleaning(), ["dogs", " ", "'", "tails"])[0]) == "dogs 'tails"
 
 
 def test_a_character_of_several_tokens_comes_whole_and_a_possible_stop_string_is_held():
